@@ -122,6 +122,11 @@ class StepInput:
             has_exports=bool(output.exports or output.state_exports),
         )
 
+    @property
+    def samples_all(self) -> bool:
+        """Whether all rows of T are sampled."""
+        return len(self.sample_rows) == len(self.token_ids)
+
     def to_bytes(self) -> bytes:
         """Serialize for a process that runs the same code: see `from_bytes`."""
         arrays = self._arrays()

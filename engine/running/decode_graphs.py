@@ -31,7 +31,7 @@ import torch
 from engine.attention import StepLayout
 from engine.attention.step_arrays import empty_decodes
 from engine.running.input_batch import InputBatch
-from engine.step_input import Integers
+from engine.step_input import Integers, StepInput
 
 Replay = Callable[[], None]
 Rung = tuple[int, int, bool]
@@ -159,14 +159,14 @@ class DecodeGraphs:
     def num_recordings(self) -> int:
         return len(self._recordings)
 
-    def can_run(self, batch: InputBatch) -> bool:
+    def can_run(self, step: StepInput) -> bool:
         """Whether every sequence of the step decodes and is sampled, and a recording exists that the step fits."""
-        context_lens = batch.layout.context_lens
+        context_lens = step.layout.context_lens
         return (
             bool(self._recordings)
-            and batch.sample_rows is None
-            and (not len(batch.adapter_ids) or self._adapters is not None)
-            and batch.layout.num_decodes == len(context_lens) <= self._batch_sizes[-1]
+            and step.samples_all
+            and (not len(step.adapter_ids) or self._adapters is not None)
+            and step.layout.num_decodes == len(context_lens) <= self._batch_sizes[-1]
             and int(context_lens.max()) <= self._context_lens[-1]
         )
 
@@ -198,19 +198,19 @@ class DecodeGraphs:
             for has_adapters in self._kinds
         ]
 
-    def run(self, batch: InputBatch) -> torch.Tensor:
+    def run(self, step: StepInput, batch: InputBatch) -> torch.Tensor:
         """Compute the logits [S, V] of a step for which `can_run` is true. They are valid until the next call."""
-        num_seqs = len(batch.layout.query_lens)
-        longest = int(batch.layout.context_lens.max())
+        num_seqs = len(step.layout.query_lens)
+        longest = int(step.layout.context_lens.max())
         size, length = _rung(self._batch_sizes, num_seqs), _rung(self._context_lens, longest)
-        recording = self._recordings[size, length, len(batch.adapter_ids) > 0]
+        recording = self._recordings[size, length, len(step.adapter_ids) > 0]
         recording.token_ids[:num_seqs].copy_(batch.token_ids, non_blocking=True)
         recording.positions[:num_seqs].copy_(batch.positions, non_blocking=True)
-        self._backend.refill(recording.plan, batch.layout)
+        self._backend.refill(recording.plan, step.layout)
         if self._adapters is not None and recording.adapters is not None:
-            self._adapters.refill(recording.adapters, batch.adapter_ids)
+            self._adapters.refill(recording.adapters, step.adapter_ids)
         if self._states is not None:
-            self._states.refill(recording.states, batch.layout.context_lens, batch.state_slots)
+            self._states.refill(recording.states, step.layout.context_lens, step.state_slots)
         recording.replay()
         assert self._logits_SV is not None
         return self._logits_SV[:num_seqs]

@@ -1,4 +1,5 @@
-"""One step's input tensors, built from a `StepInput`.
+"""One step's input tensors, built from a `StepInput`. What the device need not know stays there: the layout, which a
+backend's plan is made from, and the rows of adapters and states.
 
 Owns the tensors: `build_input_batch` makes them, the model and the attention backend read them, and they are dropped at
 the end of the step.
@@ -13,8 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engine.attention import StepLayout
-from engine.step_input import Integers, StepInput
+from engine.step_input import StepInput
 from engine.to_device import to_device
 
 
@@ -24,12 +24,8 @@ class InputBatch:
     """[T] int64"""
     positions: torch.Tensor
     """[T] int64, each token's position in its sequence"""
-    layout: StepLayout
     sample_rows: torch.Tensor | None
     """[R] rows of T whose logits are sampled; None: all rows, in order."""
-    adapter_ids: Integers
-    """See `StepInput`. Stays on the host, as `state_slots` does."""
-    state_slots: Integers
 
     @property
     def last_token_ids(self) -> torch.Tensor:
@@ -51,8 +47,5 @@ def build_input_batch(step: StepInput, device: str, sampled_before: torch.Tensor
     return InputBatch(
         token_ids=ids_T,
         positions=positions_T,
-        layout=step.layout,
-        sample_rows=None if len(step.sample_rows) == len(step.token_ids) else sample_rows_R,
-        adapter_ids=step.adapter_ids,
-        state_slots=step.state_slots,
+        sample_rows=None if step.samples_all else sample_rows_R,
     )

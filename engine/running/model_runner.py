@@ -126,13 +126,13 @@ class ModelRunner:
         for slot, *block_ids in step.loaded_states.tolist():
             assert self._states is not None
             self._states.load(self._kv_pool, slot, block_ids)
-        if self._graphs is not None and not step.has_exports and self._graphs.can_run(batch):
-            return Computed(batch, self._graphs.run(batch), iter(()))
+        if self._graphs is not None and not step.has_exports and self._graphs.can_run(step):
+            return Computed(batch, self._graphs.run(step, batch), iter(()))
         if self._model.adapters is not None:
-            self._model.adapters.assign(batch.adapter_ids)
+            self._model.adapters.assign(step.adapter_ids)
         if self._states is not None:
-            self._states.assign(batch.layout.query_lens, batch.layout.context_lens, batch.state_slots)
-        plan = self._backend.prepare(batch.layout)
+            self._states.assign(step.layout.query_lens, step.layout.context_lens, step.state_slots)
+        plan = self._backend.prepare(step.layout)
         x_TD = self._model.forward(batch.token_ids, batch.positions, plan, self._kv_pool, on_layer)
         for slot, *block_ids in step.saved_states.tolist():
             assert self._states is not None

@@ -194,7 +194,9 @@ def nums_replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Collects the number of rows of each replay."""
     nums = list[int]()
     run = DecodeGraphs.run
-    monkeypatch.setattr(DecodeGraphs, "run", lambda self, batch: nums.append(len(batch.token_ids)) or run(self, batch))
+    monkeypatch.setattr(
+        DecodeGraphs, "run", lambda self, step, batch: nums.append(len(step.token_ids)) or run(self, step, batch)
+    )
     return nums
 
 
@@ -293,7 +295,9 @@ def test_adapters_in_recorded_steps(gpu: PretendGpu, tmp_path: Path, monkeypatch
     replayed: list[bool] = []
     run = DecodeGraphs.run
     monkeypatch.setattr(
-        DecodeGraphs, "run", lambda self, batch: replayed.append(bool(len(batch.adapter_ids))) or run(self, batch)
+        DecodeGraphs,
+        "run",
+        lambda self, step, batch: replayed.append(bool(len(step.adapter_ids))) or run(self, step, batch),
     )
 
     def answers(engine: LLMEngine) -> dict[str, list[int]]:
@@ -323,10 +327,10 @@ def test_adapters_that_come_and_go_beside_recorded_steps(
     num_replayed = 0
     run = DecodeGraphs.run
 
-    def replay(self: DecodeGraphs, batch: Any) -> Any:
+    def replay(self: DecodeGraphs, step: StepInput, batch: Any) -> Any:
         nonlocal num_replayed
-        num_replayed += bool(len(batch.adapter_ids))
-        return run(self, batch)
+        num_replayed += bool(len(step.adapter_ids))
+        return run(self, step, batch)
 
     monkeypatch.setattr(DecodeGraphs, "run", replay)
 

@@ -21,7 +21,8 @@ from engine.llm_engine import LLMEngine
 from engine.models.recurrent_states import RecurrentStates, RecurrentStep
 from engine.running import model_runner
 from engine.running.decode_graphs import DecodeGraphs, batch_ladder, context_ladder
-from engine.running.input_batch import InputBatch
+from engine.running.input_batch import InputBatch, build_input_batch
+from engine.step_input import StepInput
 
 
 def step_of(
@@ -31,7 +32,7 @@ def step_of(
     samples_all: bool = True,
     adapter_ids: list[int] | None = None,
     state_slots: list[int] | None = None,
-) -> InputBatch:
+) -> StepInput:
     """A step in which every sequence computes its last token, whose id is 100 times its position."""
     lens = np.array(context_lens, dtype=np.int64)
     layout = StepLayout(
@@ -41,15 +42,26 @@ def step_of(
         slot_mapping=lens,
         num_decodes=len(lens) if num_decodes is None else num_decodes,
     )
-    positions = torch.from_numpy(lens - 1)
-    return InputBatch(
-        token_ids=100 * positions,
-        positions=positions,
+    none, tables = np.zeros(0, dtype=np.int64), np.zeros((0, 1), dtype=np.int64)
+    return StepInput(
+        token_ids=100 * (lens - 1),
+        positions=lens - 1,
         layout=layout,
-        sample_rows=None if samples_all else torch.tensor([0]),
+        sample_rows=np.arange(len(lens) if samples_all else 1),
+        pending_rows=none,
+        rows_before=none,
+        prompt_rows=tables,
+        begun_blocks=none,
         adapter_ids=np.array(adapter_ids or [], dtype=np.int64),
         state_slots=np.array(state_slots or [], dtype=np.int64),
+        loaded_states=tables,
+        saved_states=tables,
+        has_exports=False,
     )
+
+
+def run(graphs: DecodeGraphs, step: StepInput) -> torch.Tensor:
+    return graphs.run(step, build_input_batch(step, "cpu", None))
 
 
 class Backend:
@@ -102,7 +114,7 @@ def recorded(graphs: DecodeGraphs) -> DecodeGraphs:
 
 def test_a_step_is_computed_from_its_own_arrays(recorded: DecodeGraphs) -> None:
     for lens in ([5, 7, 900], [1, 2, 3, 4], [8, 9, 10], [1024], [1025] * 5, [3000, 1]):
-        logits = recorded.run(step_of(lens))
+        logits = run(recorded, step_of(lens))
         assert logits.tolist() == [[100 * (n - 1), n - 1, n] for n in lens]
 
 
@@ -111,7 +123,7 @@ def test_a_step_takes_the_smallest_recording(recorded: DecodeGraphs, backend: Ba
         (5,) * 3: (4, 1024), (6,) * 4: (4, 1024), (1024,) * 4: (4, 1024), (1025,): (1, 2048), (2999,) * 20: (20, 3000),
         (3000,) * 17: (20, 3000),
     }.items():  # fmt: skip
-        recorded.run(step_of(list(lens)))
+        run(recorded, step_of(list(lens)))
         assert backend.refilled == rung
 
 
@@ -121,7 +133,7 @@ def test_all_are_recorded_at_start_the_largest_first(graphs: DecodeGraphs, backe
     assert heard == [(number, 18) for number in range(1, 19)]
     assert backend.reserved == [(size, length) for length in (3000, 2048, 1024) for size in (20, 16, 8, 4, 2, 1)]
     for size in range(1, 21):
-        graphs.run(step_of([1 + 51 * i for i in range(size)]))
+        run(graphs, step_of([1 + 51 * i for i in range(size)]))
     assert graphs.num_recordings == len(backend.reserved) == 18
 
 
@@ -223,10 +235,10 @@ def test_steps_with_adapters_have_recordings_of_their_own(backend: Backend) -> N
     adapters.num_launched = 0
     for ids in ([0, 7, 3], [9, 0, 0], [1, 1, 1]):
         assert graphs.can_run(step_of([5, 9, 2000], adapter_ids=ids))
-        logits = graphs.run(step_of([5, 9, 2000], adapter_ids=ids))
+        logits = run(graphs, step_of([5, 9, 2000], adapter_ids=ids))
         assert logits.tolist() == [[100 * (n - 1) + i, n - 1, n] for n, i in zip([5, 9, 2000], ids, strict=True)]
     assert adapters.num_launched == 3
-    assert graphs.run(step_of([5, 9])).tolist() == [[400, 4, 5], [800, 8, 9]]
+    assert run(graphs, step_of([5, 9])).tolist() == [[400, 4, 5], [800, 8, 9]]
     assert adapters.num_launched == 3
 
 
@@ -264,7 +276,7 @@ def test_a_replay_uses_the_states_of_its_own_sequences_alone(backend: Backend) -
     graphs.record_all(lambda *_: None)
     assert {slot for step in launched for slot in step.slots.tolist()} == {6}
     for lens, slots in (([5, 1, 900, 7], [4, 0, 2, 5]), ([1, 6, 9], [3, 5, 1])):
-        graphs.run(step_of(lens, state_slots=slots))
+        run(graphs, step_of(lens, state_slots=slots))
         assert launched[-1].slots.tolist() == [*slots, 6][:4]
         assert launched[-1].is_new.tolist()[: len(lens)] == [length == 1 for length in lens]
 
@@ -332,10 +344,10 @@ def test_a_step_whose_blocks_are_pushed_is_not_replayed(tmp_path: Path) -> None:
     """A replay would tell nobody of its layers."""
 
     class AllRecorded:
-        def can_run(self, batch: InputBatch) -> bool:
+        def can_run(self, step: StepInput) -> bool:
             return True
 
-        def run(self, batch: InputBatch) -> torch.Tensor:
+        def run(self, step: StepInput, batch: InputBatch) -> torch.Tensor:
             raise NotImplementedError("it is replayed")
 
     save_model(transformers.LlamaConfig(**SMALL), tmp_path)
