@@ -10,9 +10,9 @@ Owns the model, a pool with as many blocks as the engine's, and a runner. A sequ
 pools (engine/scheduling/model_drafting.py).
 
 It samples as the engine does: with the request's parameters, and with the same random numbers, which depend only on
-seed, position and token (engine/sampling/random.py). So where both models give a token the same probability, both draw
-it: guesses at temperature 1 are right nearly as often as rejection sampling would accept them, and still the engine's
-tokens are those that it would have without guesses. After M. Daliri et al., Coupling without communication and
+seed, position and token (engine/sampling/random.py). So where both models think alike, they draw alike: at any
+temperature, guesses are right nearly as often as rejection sampling would accept them, and still the engine's tokens
+are those that it would have without guesses. After M. Daliri et al., Coupling without communication and
 drafter-invariant speculative decoding (2024).
 
 A round is launched before the host knows the guesses of the round before, unless one of them decides what may be
