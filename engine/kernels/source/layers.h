@@ -21,7 +21,7 @@ template <class Part> at::Tensor recorded(const char* name, Part part) {
   return part();
 }
 
-// One decoder layer (engine/models/decoder.py: DecoderLayer).
+// One decoder layer (engine/models/layer.py: DecoderLayer).
 struct DecoderLayer : torch::CustomClassHolder {
   struct Product {
     at::Tensor weight;
