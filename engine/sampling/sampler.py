@@ -14,7 +14,7 @@ Per row, in this order:
  5. `allowed_token_ids`: all other tokens get -inf. A grammar: tokens that cannot come next get -inf
     (`engine.scheduling.grammar`). `bad_words_token_ids`: tokens that would complete a bad word get -inf. A used-up
     `thinking_budget` replaces 4 and 5: all tokens but the one that ends the thought get -inf
-    (`engine.scheduling.thinking`).
+    (`engine.scheduling.thinking`), unless a grammar requires something else first.
  6. Greedy (temperature 0): the largest logit, the lowest id among equals. Otherwise the logits are divided by the
     temperature, and of the tokens
  7. `min_p` keeps those at least `min_p` times as probable as the most probable one,
