@@ -5,6 +5,8 @@
     launch(k)              wait for tokens of k, apply(k)       while it computes step k + 1
     apply(k)
 
+A draft model, if there is one, guesses between `schedule` and `launch`.
+
 Owns the scheduler, the block manager and the executor. Owns no thread: whoever calls `step` must make all other calls
 from that same thread (see `engine.async_llm_engine`).
 
