@@ -274,18 +274,13 @@ def test_every_point_fails_once(cluster: FragileCluster) -> None:
     """At prefill.before_commit the worker is only delayed, by more than a lease: grants stay valid as long as the
     router lives."""
     late = f"delay:{1.5 * LEASE_MS / 1000}"
-    logs = [cluster.services[name].log for name in ("prefill-1", "decode-1")]
-
-    def num_reached() -> int:
-        return sum(log.read_text().count(" failpoint ") for log in logs)
-
-    num_before = num_reached()
+    before = {point: cluster.num_reached(point) for point in POINTS}
     actions = {point: late if point == "prefill.before_commit" else "fail" for point in POINTS}
     names = ("prefill-1", "decode-1")
     start_armed(cluster, {name: ",".join(f"{point}={actions[point]}" for point in points_of(name)) for name in names})
     prompts: list[list[int]] = []
     answers: list[list[int]] = []
-    while num_reached() < num_before + len(POINTS):
+    while any(cluster.num_reached(point) == before[point] for point in POINTS):
         assert len(prompts) < 90, "not all points are reached"
         more = fresh_prompts(6)
         prompts += more
