@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from protos import tandem_worker_pb2 as pb
+from router.needs import FEATURES
 from router.request_events import WorkerKey
 from router.served_kind import Kind, ServedKinds
 from router.worker_handle import WorkerHandle
@@ -26,6 +27,8 @@ class Roster:
     """By adapter name: the kind of the workers that new requests for this adapter go to."""
     adapters_of_all: frozenset[str]
     """Adapters that all workers in `served_decode` have, with the same digest."""
+    features_of_all: frozenset[str]
+    """Those of `needs.FEATURES` that all workers in `served_decode` have."""
     expected_decode: Sequence[WorkerHandle]
     """Decode workers of any kind that take new work, or will in a moment."""
     served_decode: Sequence[pb.WorkerRecord]
@@ -63,6 +66,7 @@ class Roster:
             adapters_of_all=frozenset(
                 name for name, kind in kinds_of_adapters.items() if by_adapter[name][kind] == len(served)
             ),
+            features_of_all=frozenset(FEATURES).intersection(*(h.facts.features for h in served)),
             expected_decode=expected,
             served_decode=[h.record for h in served],
             usable=usable,

@@ -57,15 +57,16 @@ class WorkerCommands:
 
     def needs(self, kind: Kind | None) -> Needs:
         """The request's needs. `kind`: the kind of the worker on which the answer has begun, if it has."""
-        return Needs(
-            kind=kind,
-            has_grammar=bool(self._request.grammar),
-            has_cache_salt=bool(self._request.cache_salt),
-            has_allowed_token_ids=bool(self._request.sampling_params.allowed_token_ids),
-            has_bad_words=bool(self._request.bad_words),
-            has_thinking_budget=self._request.HasField("thinking_budget"),
-            lora_name=self._request.lora_name,
-        )
+        request = self._request
+        uses = {
+            "takes_grammars": request.grammar,
+            "takes_cache_salts": request.cache_salt,
+            "takes_allowed_token_ids": request.sampling_params.allowed_token_ids,
+            "takes_bad_words": request.bad_words,
+            "takes_thinking_budgets": request.HasField("thinking_budget"),
+        }
+        features = frozenset(name for name, used in uses.items() if used)
+        return Needs(kind=kind, lora_name=request.lora_name, features=features)
 
     def reserve(self, worker: WorkerKey, kind: Kind, attempt: int, output_token_ids: list[int]) -> None:
         """Begin an attempt on workers of that kind, which continues after these tokens: reserve its memory."""

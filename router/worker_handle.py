@@ -11,6 +11,7 @@ from typing import NamedTuple
 import grpc
 
 from protos import tandem_worker_pb2 as pb
+from router.needs import features_of
 from router.request_events import WorkerKey
 from router.served_kind import Kind
 from router.worker_session import WorkerSession
@@ -43,6 +44,8 @@ class WorkerFacts(NamedTuple):
     """`lora_digests` in hashable form: most workers have the same adapters, so that the roster counts equal sets."""
     leaving_adapters: frozenset[tuple[str, str]]
     """Likewise: adapters that it keeps only for answers that have begun with them."""
+    features: frozenset[str]
+    """What it understands of `needs.FEATURES`."""
 
     @classmethod
     def of(cls, record: pb.WorkerRecord) -> WorkerFacts:
@@ -58,6 +61,7 @@ class WorkerFacts(NamedTuple):
             lora_digests=lora_digests,
             adapters=frozenset(lora_digests.items()),
             leaving_adapters=frozenset((each.lora_name, each.lora_digest) for each in record.leaving_loras),
+            features=features_of(record),
         )
 
     def num_blocks(self, num_tokens: int) -> int:

@@ -120,10 +120,11 @@ class WorkerPool:
 
     def is_apart(self, request: QueuedRequest) -> bool:
         """Whether `request` cannot use all workers that new requests go to: it has begun on workers of another kind, or
-        some lack its adapter."""
+        some lack its adapter or a feature."""
         needs, roster = request.needs, self.roster
         has_other_kind = needs.kind is not None and needs.kind != roster.kind_for(needs.lora_name)
-        return has_other_kind or (bool(needs.lora_name) and needs.lora_name not in roster.adapters_of_all)
+        lacks_adapter = bool(needs.lora_name) and needs.lora_name not in roster.adapters_of_all
+        return has_other_kind or lacks_adapter or not needs.features <= roster.features_of_all
 
     def workers_for(self, request: QueuedRequest) -> list[WorkerKey]:
         """Workers that may decode `request`, full or not."""
@@ -208,7 +209,7 @@ class WorkerPool:
             for h in self.usable(ROLE_PREFILL)
             if h.facts.max_model_len >= max_model_len
             and not self._faults.is_set_aside(h.key, now_s)
-            and request.needs.are_met_by(h.record)
+            and request.needs.features <= h.facts.features
         ]
         candidates = [decode_candidate(h, request, self._slowness(h, now_s)) for h in decode]
         plan = choose_plan(
@@ -277,7 +278,9 @@ class WorkerPool:
         return (
             h
             for h in handles
-            if kind is not None and h.facts.kind_for(lora_name, needs.kind) == kind and needs.are_met_by(h.record)
+            if kind is not None
+            and h.facts.kind_for(lora_name, needs.kind) == kind
+            and needs.features <= h.facts.features
         )
 
     # -- faults and successes -----------------------------------------------------------------------------------

@@ -284,6 +284,22 @@ async def test_who_waits_for_one_of_two_of_one_name_keeps_nobody_from_workers_wi
     await leave(*asked)
 
 
+async def test_who_needs_what_only_newer_workers_know_keeps_nobody_from_older_ones() -> None:
+    """As during an upgrade: some workers know a field, others would ignore it."""
+    bench = Several("e", "f")
+    for name in ("d", "e"):
+        bench.tell(bench.by_name[name], takes_grammars=True)
+    bench.fill("d", "e")
+    asked = [bench.ask("with a grammar", grammar="a|b"), bench.ask("without")]
+    await settle()
+    assert requests_at(bench, "f") == ["without"]
+    bench.tell(bench.by_name["f"], takes_grammars=True)
+    bench.dispatch()
+    await settle()
+    assert requests_at(bench, "f") == ["without", "with a grammar"], "now it waits for the same workers as others"
+    await leave(*asked)
+
+
 async def test_an_adapter_of_workers_of_another_model_is_none_of_this_ones() -> None:
     bench = Several("e", "f")
     bench.tell(bench.by_name["f"], compat_digest="tuned")
