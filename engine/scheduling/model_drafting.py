@@ -75,8 +75,9 @@ class ModelDrafting:
         seq.num_drafted_blocks = max(seq.num_drafted_blocks, num_full)
 
     def _note(self, part: DraftPart) -> None:
-        """The draft model will write to these blocks. The last draft is not computed."""
+        """The draft model will write to these blocks, also the drafts that it computes: all but the last one."""
         seq = part.seq
         seq.num_drafted_tokens = part.end + max(0, part.num_drafts - 1)
-        for block_id in seq.block_table[part.first // self._block_size : self._block_manager.num_blocks_for(part.end)]:
+        end_block = self._block_manager.num_blocks_for(seq.num_drafted_tokens)
+        for block_id in seq.block_table[part.first // self._block_size : end_block]:
             self._read.pop(block_id, None)

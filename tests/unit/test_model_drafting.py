@@ -37,6 +37,14 @@ def decoding(manager: BlockManager, tokens: list[int], number: int = 0, salt: st
     return seq
 
 
+def holding(number: int, table: list[int], hashes: list[bytes], num_tokens: int = 0) -> Sequence:
+    """A decoding sequence with these blocks, the last of which has one token unless `num_tokens` says otherwise."""
+    tokens = [9] * (num_tokens or BLOCK_SIZE * len(table) - 3)
+    seq = Sequence(number, "r", tokens, len(tokens), SamplingParams(), block_table=table, block_hashes=hashes)
+    seq.num_computed_tokens = len(seq) - 1
+    return seq
+
+
 def plan(drafting: ModelDrafting, seq: Sequence, num_wanted: int = 3) -> Plan:
     part = drafting.plan(seq, num_wanted)
     return None if part is None else (part.first, part.end, part.num_drafts)
@@ -110,19 +118,25 @@ def test_what_it_has_read_for_one_sequence_serves_others() -> None:
 
 def test_a_block_that_another_sequence_wrote_to_has_not_been_read() -> None:
     drafting = ModelDrafting(config_of(), blocks())
-
-    def holding(number: int, table: list[int], hashes: list[bytes]) -> Sequence:
-        tokens = [9] * (4 * len(table) - 3)
-        seq = Sequence(number, "r", tokens, len(tokens), SamplingParams(), block_table=table, block_hashes=hashes)
-        seq.num_computed_tokens = len(seq) - 1
-        return seq
-
     first = holding(0, [5, 6, 7], [b"a", b"b"])
     step(drafting, first, 0)
     drafting.begin()
     plan(drafting, first, 1)
     drafting.begin()
     assert plan(drafting, holding(1, [6, 8], [b"c"])) == (0, 5, 3)
+    drafting.begin()
+    assert plan(drafting, holding(2, [5, 6, 7], [b"a", b"b"])) == (4, 9, 3)
+
+
+def test_a_block_that_guesses_were_written_to_has_not_been_read() -> None:
+    drafting = ModelDrafting(config_of(), blocks())
+    first = holding(0, [5, 6, 7], [b"a", b"b"])
+    step(drafting, first, 0)
+    drafting.begin()
+    plan(drafting, first, 1)
+    other = holding(1, [8, 6], [], num_tokens=3)
+    drafting.begin()
+    assert plan(drafting, other) == (0, 3, 3), "it also computes the first two guesses, the second one in block 6"
     drafting.begin()
     assert plan(drafting, holding(2, [5, 6, 7], [b"a", b"b"])) == (4, 9, 3)
 
