@@ -51,7 +51,7 @@ def _draft_config(config: EngineConfig, args: EngineArgs, folder: Path) -> Engin
         num_kv_blocks=config.cache.num_blocks,
         kv_cache_gib=0,
         kv_offloading_size=0,
-        max_num_batched_tokens=max(args.max_num_seqs, CATCH_UP_ROWS * config.scheduler.draft_batch_tokens),
+        max_num_batched_tokens=_catch_up_tokens(config),
         prefill_chunk_tokens=0,
         prefill_batch_tokens=0,
         async_scheduling=False,
@@ -64,3 +64,9 @@ def _draft_config(config: EngineConfig, args: EngineArgs, folder: Path) -> Engin
     draft = make_engine_config(draft_args, folder)
     # The request's parameters mean the engine's tokens.
     return replace(draft, model=replace(draft.model, eos_token_ids=config.model.eos_token_ids))
+
+
+def _catch_up_tokens(config: EngineConfig) -> int:
+    """Two blocks at least, since a sequence is read in whole blocks, and others may read a few tokens before it."""
+    scheduler = config.scheduler
+    return max(scheduler.max_num_seqs, CATCH_UP_ROWS * scheduler.draft_batch_tokens, 2 * config.cache.block_size)

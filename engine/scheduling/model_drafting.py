@@ -45,7 +45,11 @@ class ModelDrafting:
         self._find_read(seq)
         first = seq.num_drafted_tokens
         if len(seq) - first > self._num_left:
-            part = DraftPart(seq, first, first + self._num_left, 0)
+            # Whole blocks: a step clears a block that it begins, and others may have read that block to its end.
+            end = (first + self._num_left) // self._block_size * self._block_size
+            if end <= first:
+                return None
+            part = DraftPart(seq, first, end, 0)
         elif self._block_manager.can_append(seq, num_drafts=num_wanted):
             self._block_manager.append(seq, num_wanted)
             part = DraftPart(seq, first, len(seq), num_wanted)

@@ -232,6 +232,15 @@ def test_a_long_prompt_is_read_in_pieces_while_the_answer_goes_on(
     assert num_wrong(engine) == 0
 
 
+def test_blocks_that_are_larger_than_what_a_step_should_read(
+    tmp_path: Path, parts: list[tuple[str, int, int, int]]
+) -> None:
+    engine = make_engine(tmp_path, CONFIG, block_size=256, num_kv_blocks=8)
+    assert len(alone(engine, LONG_PROMPT * 2, DRAWN)) == 30
+    assert parts[:2] == [("r", 0, 512, 0), ("r", 512, 602, 4)]
+    assert num_wrong(engine) == 0
+
+
 def test_blocks_that_it_has_read_for_others_are_not_read_again(
     tmp_path: Path, parts: list[tuple[str, int, int, int]]
 ) -> None:

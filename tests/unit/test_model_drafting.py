@@ -73,17 +73,28 @@ def test_it_reads_what_it_has_not_read() -> None:
 def test_a_step_reads_no_more_than_it_may() -> None:
     manager = blocks()
     drafting = ModelDrafting(config_of(catch_up=12), manager)
-    first, second, third = (decoding(manager, [number] * length, number) for number, length in enumerate((10, 20, 5)))
+    first, second, third = (decoding(manager, [number] * length, number) for number, length in enumerate((7, 20, 5)))
     drafting.begin()
-    assert [plan(drafting, seq) for seq in (first, second, third)] == [(0, 10, 3), (0, 2, 0), None]
+    assert [plan(drafting, seq) for seq in (first, second, third)] == [(0, 7, 3), (0, 4, 0), None]
     drafting.begin()
-    assert plan(drafting, second) == (2, 14, 0)
+    assert plan(drafting, second) == (4, 16, 0)
     drafting.begin()
-    assert plan(drafting, second) == (14, 20, 3)
+    assert plan(drafting, second) == (16, 20, 3)
     assert plan(drafting, third) == (0, 5, 3)
     drafting.begin()
     exact = decoding(manager, [7] * 12, 4)
     assert plan(drafting, exact) == (0, 12, 3)
+
+
+def test_a_sequence_is_read_in_whole_blocks() -> None:
+    """A step clears a block that it fills in part, and other sequences may have read the rest of it."""
+    manager, tokens = blocks(), [*range(40)]
+    drafting = ModelDrafting(config_of(catch_up=15), manager)
+    first, second = decoding(manager, tokens), decoding(manager, [*tokens[:38], 90, 91], 1)
+    assert first.block_table[:9] == second.block_table[:9]
+    drafting.begin()
+    assert plan(drafting, first) == (0, 12, 0)
+    assert plan(drafting, second) is None, "three tokens are less than a block"
 
 
 def test_no_guesses_where_positions_or_blocks_end() -> None:
