@@ -17,6 +17,7 @@ import asyncio
 import re
 import socket
 from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -24,7 +25,15 @@ from typing import Any, Self, TypeVar
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from engine.model_loader.settings import check_beside_states, check_draft_model, check_settings, draft_model_of
+from engine.model_loader.settings import (
+    DRAFT_HAS_STATES,
+    check_beside_states,
+    check_draft_model,
+    check_settings,
+    draft_model_of,
+    load_format_of_draft,
+    naming_the_draft_model,
+)
 from protos import tandem_worker_pb2, tandem_worker_pb2_grpc
 from registry.connection import REDIS_FAILURES, open_redis
 from router.generation_defaults import GenerationDefaults
@@ -160,12 +169,11 @@ class Cluster:
     async def _start(self) -> None:
         if self.args.redis_url:
             await _check_redis(self.args.redis_url)
-        draft_model = draft_model_of(self.args.engine)
         try:
             folder = await resolve_model(self.args.engine.model, self._on_event)
-            draft_folder = await resolve_model(draft_model, self._on_event) if draft_model else None
+            draft_folder = await self._resolve_draft_model()
         except ValueError as error:
-            raise ClusterError(str(error)) from error
+            raise ClusterError(with_flags(str(error), self.args.field_names)) from error
         await asyncio.to_thread(self._check_settings, folder, draft_folder)
         await self._check_beside_states(folder)
         if not self.args.redis_url:
@@ -310,6 +318,17 @@ class Cluster:
                 ChatTemplate.from_file(args.chat_template, folder)
         except ValueError as error:
             raise ClusterError(with_flags(str(error), args.field_names)) from error
+
+    async def _resolve_draft_model(self) -> Path | None:
+        """The draft model's folder; None: there is no draft model. Raises `ValueError` if it cannot be one."""
+        engine = self.args.engine
+        if not (draft_model := draft_model_of(engine)):
+            return None
+        with naming_the_draft_model():
+            folder = await resolve_model(draft_model, self._on_event)
+            if await has_states(replace(engine, load_format=load_format_of_draft(engine)), folder):
+                raise ValueError(DRAFT_HAS_STATES)
+        return folder
 
     async def _check_beside_states(self, folder: Path) -> None:
         """Raise `ClusterError`, naming the flag, if workers would refuse their settings because the model's layers keep

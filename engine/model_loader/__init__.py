@@ -45,11 +45,14 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
     """
     from engine.model_loader.draft_config import with_draft_model
     from engine.model_loader.model_config import make_engine_config
-    from engine.model_loader.settings import draft_model_of
+    from engine.model_loader.settings import draft_model_of, naming_the_draft_model
 
     config = make_engine_config(args, resolve_model(args.model))
     draft_model = draft_model_of(args)
-    return with_draft_model(config, args, resolve_model(draft_model)) if draft_model else config
+    if not draft_model:
+        return config
+    with naming_the_draft_model():
+        return with_draft_model(config, args, resolve_model(draft_model))
 
 
 def resolve_model(model: str, *, download_dir: Path | None = None) -> Path:

@@ -11,7 +11,7 @@ from engine.engine_args import EngineArgs
 from engine.model_loader.language_part import read_config
 from engine.model_loader.model_config import make_engine_config
 from engine.model_loader.same_tokens import check_same_tokens
-from engine.model_loader.settings import load_format_of_draft
+from engine.model_loader.settings import DRAFT_HAS_STATES, load_format_of_draft
 from engine.models import load_model_shape
 
 CATCH_UP_ROWS = 8
@@ -20,11 +20,8 @@ what it reads delays the step."""
 
 
 def with_draft_model(config: EngineConfig, args: EngineArgs, folder: Path) -> EngineConfig:
-    """`folder`: the draft model's. Raises `ValueError`, which starts with `speculative_config model`."""
-    try:
-        draft = _draft_config(config, args, folder)
-    except ValueError as error:
-        raise ValueError(f"speculative_config model: {error}") from error
+    """`folder`: the draft model's. Raises `ValueError` that says what is wrong with it."""
+    draft = _draft_config(config, args, folder)
     scheduler = replace(
         config.scheduler,
         draft_catch_up_tokens=draft.scheduler.max_num_batched_tokens,
@@ -39,7 +36,7 @@ def _draft_config(config: EngineConfig, args: EngineArgs, folder: Path) -> Engin
     load_format = load_format_of_draft(args)
     shape = load_model_shape(read_config(folder, load_format), args.model_impl)
     if shape.recurrent_layers:
-        raise ValueError("it has layers that keep a state in place of keys and values, and no step takes back a guess")
+        raise ValueError(DRAFT_HAS_STATES)
     check_same_tokens(config.model.path, folder)
     draft_args = replace(
         args,

@@ -32,5 +32,6 @@ def _ids_of_tokens(folder: Path) -> dict[str, int]:
     model: Any = read_json(folder / "tokenizer.json").get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocab, list):  # Unigram: pieces with their scores, in the order of ids
-        return {piece[0]: i for i, piece in enumerate(vocab) if isinstance(piece, list) and piece}
+        texts = [piece[0] if isinstance(piece, list) and piece else None for piece in vocab]
+        return {text: i for i, text in enumerate(texts) if isinstance(text, str)}
     return vocab if isinstance(vocab, dict) else {}

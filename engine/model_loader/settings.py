@@ -7,6 +7,8 @@ EngineArgs, folder ──check_settings──> ValueError, or nothing: before an
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,8 @@ MODEL_DTYPES = ("float32", "bfloat16", "float16")
 """The dtypes that models compute in."""
 CUDA_DRIVER = "libcuda.so.1"
 AMD_DRIVER = Path("/dev/kfd")
+DRAFT_HAS_STATES = "it has layers that keep a state in place of keys and values, and no step takes back a guess"
+"""Why a model cannot be the draft model."""
 
 
 def check_settings(args: EngineArgs, folder: Path) -> None:
@@ -44,15 +48,13 @@ def check_settings(args: EngineArgs, folder: Path) -> None:
             raise ValueError(ONE_RANK)
         return
     shape = share_of(load_decoder_config(hf_config), args.tensor_parallel_size)
-    is_cpu = args.device == "cpu" or (args.device == "auto" and not may_have_gpu())
-    dtype = dtype_of(args, hf_config)
-    if args.quantization != "auto" and (is_cpu or args.quantization != "fp8"):  # fp8 depends on the GPU
-        check_quantization(args.quantization, None, dtype, shape)
+    is_cpu = _is_for_cpu(args)
+    _check_quantization(args, hf_config, shape)
     num_blocks_of(
         args,
         shape,
         max_model_len=max_model_len_of(args, shape),
-        kv_dtype=kv_dtype_of(args.kv_cache_dtype, dtype),
+        kv_dtype=kv_dtype_of(args.kv_cache_dtype, dtype_of(args, hf_config)),
         device="cpu" if is_cpu else "cuda",
         knows_device=is_cpu,
     )
@@ -63,14 +65,30 @@ def check_draft_model(args: EngineArgs, folder: Path, draft_folder: Path) -> Non
     as `check_settings` can tell such things."""
     speculation = SpeculativeConfig.parse(args.speculative_config)
     assert speculation is not None
-    try:
-        replace(args, quantization=speculation.quantization)  # checks it
+    with naming_the_draft_model():
+        draft_args = replace(args, quantization=speculation.quantization)
         hf_config = read_config(draft_folder, load_format_of_draft(args))
         if is_for_our_decoder(hf_config, args.model_impl):
-            load_decoder_config(hf_config)
+            _check_quantization(draft_args, hf_config, load_decoder_config(hf_config))
         check_same_tokens(folder, draft_folder)
+
+
+@contextmanager
+def naming_the_draft_model() -> Iterator[None]:
+    """Let a `ValueError` begin with the setting that names the draft model."""
+    try:
+        yield
     except ValueError as error:
         raise ValueError(f"speculative_config model: {error}") from error
+
+
+def _check_quantization(args: EngineArgs, hf_config: dict[str, Any], shape: ModelShape) -> None:
+    if args.quantization != "auto" and (_is_for_cpu(args) or args.quantization != "fp8"):  # fp8 depends on the GPU
+        check_quantization(args.quantization, None, dtype_of(args, hf_config), shape)
+
+
+def _is_for_cpu(args: EngineArgs) -> bool:
+    return args.device == "cpu" or (args.device == "auto" and not may_have_gpu())
 
 
 def load_format_of_draft(args: EngineArgs) -> str:

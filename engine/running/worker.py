@@ -24,6 +24,7 @@ from engine.config import EngineConfig
 from engine.kv_cache import allocate_kv_pool
 from engine.kv_shape import KVCacheShape, kv_cache_shape
 from engine.model_loader import load_model
+from engine.model_loader.settings import naming_the_draft_model
 from engine.models.model import Model
 from engine.running.draft_model import DraftModel
 from engine.running.model_runner import ModelRunner
@@ -102,11 +103,8 @@ def _load_draft_model(config: EngineConfig, group: RankGroup | None) -> DraftMod
     """Returns None if there is none, or if rank 0 has it: it guesses for all ranks."""
     if config.draft is None or (group is not None and group.rank):
         return None
-    try:
-        with torch.inference_mode():
-            return DraftModel(config.draft, config.model.vocab_size)
-    except ValueError as error:
-        raise ValueError(f"speculative_config model: {error}") from error
+    with naming_the_draft_model(), torch.inference_mode():
+        return DraftModel(config.draft, config.model.vocab_size)
 
 
 def _shape_of_pool(

@@ -54,9 +54,8 @@ def make_engine(tmp_path: Path, draft: dict[str, Any] | None, *, num_drafts: int
         "load_format": "dummy", "dtype": "bfloat16", "device": "cpu", "attention_backend": "cpu", "num_threads": 1,
         "block_size": 16, "num_kv_blocks": 72, "max_num_seqs": 16, "max_itl_ms": 0.0,
     }  # fmt: skip
-    args = EngineArgs(
-        model=folder_of(tmp_path / "model", CONFIG), speculative_config=speculation, **defaults | settings
-    )
+    settings = {"speculative_config": speculation} | defaults | settings
+    args = EngineArgs(model=folder_of(tmp_path / "model", CONFIG), **settings)
     return LLMEngine(create_engine_config(args))
 
 
@@ -204,6 +203,13 @@ def test_numbers_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     params = replace(GREEDY, repetition_penalty=1.2)
     assert alone(engine, prompt_of(5), params) == alone(make_engine(tmp_path, None), prompt_of(5), params)
     assert engine.stats.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("model", ["nowhere", "/nowhere/model.gguf"])
+def test_a_model_that_is_not_there(tmp_path: Path, model: str) -> None:
+    speculation = json.dumps({"model": model, "num_speculative_tokens": 4})
+    with pytest.raises(ValueError, match=f"^speculative_config model: model '{model}'"):
+        make_engine(tmp_path, None, speculative_config=speculation)
 
 
 # -- when they catch up -----------------------------------------------------------------------------------------

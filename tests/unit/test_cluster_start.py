@@ -89,8 +89,12 @@ async def test_settings_that_no_process_accepts_are_refused_before_anything_is_s
     ("further", "config", "tokens", "message"),
     [
         ({"quantization": "int7"}, LLAMA, {"a": 0}, "quantization must be one of .*, is 'int7'"),
+        ({"quantization": "fp8"}, LLAMA, {"a": 0}, "quantization fp8 cannot work here: it needs a GPU of compute"),
+        ({"model": "nowhere"}, LLAMA, {"a": 0}, "model 'nowhere' cannot be prepared: see the lines above"),
+        ({}, LFM2, {"a": 0}, "it has layers that keep a state in place of keys and values, and no step takes back"),
         ({}, LLAMA | {"num_hidden_layers": 0}, {"a": 0}, ".*num_hidden_layers must be .*, is 0"),
         ({}, LLAMA, {"a": 1, "b": 0}, "its tokenizer is not the model's, .* 'a' is token 1 there, and 0 here"),
+        ({}, LLAMA, [["b", 0.0], [["x"], 0.0]], "its tokenizer is not the model's, .* 'b' is token 0 there, and 1"),
     ],
 )
 async def test_a_draft_model_that_workers_would_refuse_is_refused_before_anything_is_started(
@@ -98,7 +102,7 @@ async def test_a_draft_model_that_workers_would_refuse_is_refused_before_anythin
     monkeypatch: pytest.MonkeyPatch,
     further: dict[str, str],
     config: dict[str, Any],
-    tokens: dict[str, int],
+    tokens: object,
     message: str,
 ) -> None:
     async def start(*_: object) -> None:
