@@ -57,14 +57,15 @@ class Drafting:
     ) -> tuple[ScheduledSequence, DraftPart | None]:
         """Add drafts that are looked up, or plan what the draft model does."""
         seq = scheduled.seq
-        most = min(config.num_speculative_tokens, budget, self._stop_rule.num_left(seq, len(seq)) - 1)
+        num_left = self._stop_rule.num_left(seq, len(seq))
+        most = min(config.num_speculative_tokens, budget, num_left - 1)
         if most < 1 or seq.is_prefill_only:
             return scheduled, None
         if self._model is None or seq.grammar is not None:
             scheduled = self._looked_up(scheduled, config, most)
         if self._model is None or scheduled.draft_token_ids or not _may_guess(seq):
             return scheduled, None
-        return scheduled, self._model.plan(seq, min(most, seq.draft_history.num_wanted(len(seq))))
+        return scheduled, self._model.plan(seq, min(most, seq.draft_history.num_wanted(len(seq))), num_left)
 
     def add_models(self, output: SchedulerOutput, drafts: list[list[int]]) -> list[ScheduledSequence]:
         """Return the step's sequences with `drafts`, those of each of `output.draft_parts`."""

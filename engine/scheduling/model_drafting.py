@@ -36,14 +36,18 @@ class ModelDrafting:
         """Begin a step."""
         self._num_left = self._max_catch_up_tokens
 
-    def plan(self, seq: Sequence, num_wanted: int) -> DraftPart | None:
+    def plan(self, seq: Sequence, num_wanted: int, num_left: int) -> DraftPart | None:
         """Plan what the draft model does for `seq`, whose tokens are all known: guess at most `num_wanted` tokens, or
-        catch up. Returns None for nothing. Allocates the blocks of the drafts."""
-        num_wanted = min(num_wanted, self._max_model_len - len(seq))
+        catch up. Returns None for nothing. Allocates the blocks of the drafts. `num_left`: the tokens that may still
+        follow."""
+        num_ever = min(num_left - 1, self._max_model_len - len(seq))
+        num_wanted = min(num_wanted, num_ever)
         if num_wanted < 1 or not self._num_left:
             return None
         self._find_read(seq)
         first = seq.num_drafted_tokens
+        if len(seq) - first > num_ever * self._max_catch_up_tokens:
+            return None  # the answer, with a token in each step, ends before anything could be guessed
         if len(seq) - first > self._num_left:
             # Whole blocks: a step clears a block that it begins, and others may have read that block to its end.
             end = (first + self._num_left) // self._block_size * self._block_size

@@ -45,8 +45,8 @@ def holding(number: int, table: list[int], hashes: list[bytes], num_tokens: int 
     return seq
 
 
-def plan(drafting: ModelDrafting, seq: Sequence, num_wanted: int = 3) -> Plan:
-    part = drafting.plan(seq, num_wanted)
+def plan(drafting: ModelDrafting, seq: Sequence, num_wanted: int = 3, num_left: int = 99) -> Plan:
+    part = drafting.plan(seq, num_wanted, num_left)
     return None if part is None else (part.first, part.end, part.num_drafts)
 
 
@@ -84,6 +84,17 @@ def test_a_step_reads_no_more_than_it_may() -> None:
     drafting.begin()
     exact = decoding(manager, [7] * 12, 4)
     assert plan(drafting, exact) == (0, 12, 3)
+
+
+def test_nothing_is_read_for_an_answer_that_ends_before_the_first_guess() -> None:
+    manager = blocks()
+    drafting, seq = ModelDrafting(config_of(catch_up=12), manager), decoding(manager, [7] * 30)
+    drafting.begin()
+    assert plan(drafting, seq, num_left=3) is None, "the third step gives the last token: there is nothing to guess"
+    assert plan(drafting, seq, num_left=4) == (0, 12, 0)
+    drafting = ModelDrafting(config_of(catch_up=12, model_len=32), manager)
+    drafting.begin()
+    assert plan(drafting, decoding(manager, [8] * 30, 1)) is None, "nor before the draft model's positions end"
 
 
 def test_a_sequence_is_read_in_whole_blocks() -> None:
