@@ -144,8 +144,9 @@ class _Followed:
             num_computed_tokens=part.first,
             sampling_params=params if params.logprobs is None else replace(params, logprobs=None),
             lora_id=0,
-            # The last known token is counted, too: then a grammar books its time as that for guesses.
-            num_drafts=1,
+            # The last known token is counted, too, unless it is the prompt's: then a grammar books its time as that for
+            # guesses.
+            num_drafts=min(1, seq.num_output_tokens),
         )
 
     @property

@@ -25,6 +25,7 @@ from engine.model_loader import create_engine_config
 from engine.running.draft_model import DraftModel, _OfOtherVocabulary
 from engine.sampling_params import SamplingParams
 from engine.scheduling.sequence import DraftPart
+from engine.scheduling.thinking import ThinkingBudget
 from tandem import LLM
 from tandem import SamplingParams as OfflineParams
 from tandem.structured_outputs import StructuredOutputsParams
@@ -169,6 +170,16 @@ def test_thoughts_that_are_cut_off_and_bad_words(tmp_path: Path) -> None:
         params = replace(DRAWN, thinking_budget=BUDGETS[number], bad_words_token_ids=BAD_WORDS)
         assert alone(engine, prompt_of(number), params) == alone(plain, prompt_of(number), params)
     assert engine.stats.num_accepted_tokens > 50
+    assert num_wrong(engine) == 0
+
+
+def test_guesses_for_an_answer_that_has_not_begun(tmp_path: Path) -> None:
+    """The last token of a prompt, if a step computes it alone, is computed as if it were decoded. It is no thought."""
+    engine = make_engine(tmp_path, CONFIG, prefill_chunk_tokens=8)
+    params = replace(GREEDY, thinking_budget=ThinkingBudget(num_tokens=3, end_token_id=7, has_begun=True))
+    tokens = alone(engine, LONG_PROMPT[:9], params)
+    assert tokens.index(7) == 3
+    assert tokens == alone(make_engine(tmp_path, None), LONG_PROMPT[:9], params)
     assert num_wrong(engine) == 0
 
 
