@@ -8,11 +8,13 @@ from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.engine_args import EngineArgs
+from engine.kv_shape import kv_cache_shape, kv_dtype_of
+from engine.memory import least_gib
 from engine.model_loader.language_part import read_config
 from engine.model_loader.model_config import make_engine_config
 from engine.model_loader.same_tokens import check_same_tokens
-from engine.model_loader.settings import DRAFT_HAS_STATES, load_format_of_draft
-from engine.models import load_model_shape
+from engine.model_loader.settings import DRAFT_HAS_STATES, dtype_of, load_format_of_draft
+from engine.models import ModelShape, load_model_shape
 
 CATCH_UP_ROWS = 8
 """A draft model may read so many times as many known tokens in a step as the step may have rows for drafts. A guess:
@@ -21,7 +23,16 @@ what it reads delays the step."""
 
 def with_draft_model(config: EngineConfig, args: EngineArgs, folder: Path) -> EngineConfig:
     """`folder`: the draft model's. Raises `ValueError` that says what is wrong with it."""
-    draft = _draft_config(config, args, folder)
+    load_format = load_format_of_draft(args)
+    hf_config = read_config(folder, load_format)
+    shape = load_model_shape(hf_config, args.model_impl)
+    if shape.recurrent_layers:
+        raise ValueError(DRAFT_HAS_STATES)
+    check_same_tokens(config.model.path, folder)
+    kv_dtype = kv_dtype_of(args.kv_cache_dtype, dtype_of(args, hf_config))
+    block = kv_cache_shape(shape, num_blocks=1, block_size=args.block_size, kv_dtype=kv_dtype)
+    config = replace(config, cache=replace(config.cache, num_blocks=_num_blocks(config, args, block.pool_bytes)))
+    draft = _draft_config(config, args, folder, shape)
     scheduler = replace(
         config.scheduler,
         draft_catch_up_tokens=draft.scheduler.max_num_batched_tokens,
@@ -30,19 +41,31 @@ def with_draft_model(config: EngineConfig, args: EngineArgs, folder: Path) -> En
     return replace(config, scheduler=scheduler, draft=draft)
 
 
-def _draft_config(config: EngineConfig, args: EngineArgs, folder: Path) -> EngineConfig:
+def _num_blocks(config: EngineConfig, args: EngineArgs, draft_block_bytes: int) -> int:
+    """The blocks for which there is memory in both pools, if memory decides; 0: to be measured."""
+    num_blocks, block_size = config.cache.num_blocks, config.cache.block_size
+    if args.num_kv_blocks or not num_blocks:
+        return num_blocks
+    block = kv_cache_shape(config.model, num_blocks=1, block_size=block_size, kv_dtype=config.cache.kv_dtype)
+    # On a CPU the pools of all ranks share the same memory; rank 0 has the draft model's.
+    own_bytes = block.pool_bytes * (args.tensor_parallel_size if config.device.device == "cpu" else 1)
+    both_bytes = own_bytes + draft_block_bytes
+    num_needed = -(-config.model.max_model_len // block_size)
+    if num_blocks * own_bytes < num_needed * both_bytes:
+        least = least_gib(num_needed * both_bytes)
+        why = f"with it, kv_cache_gib must be at least {least}, what max_model_len={config.model.max_model_len} needs"
+        raise ValueError(f"{why} in both models' pools; or lower max_model_len")
+    return num_blocks * own_bytes // both_bytes
+
+
+def _draft_config(config: EngineConfig, args: EngineArgs, folder: Path, shape: ModelShape) -> EngineConfig:
     speculation = config.scheduler.speculation
     assert speculation is not None
-    load_format = load_format_of_draft(args)
-    shape = load_model_shape(read_config(folder, load_format), args.model_impl)
-    if shape.recurrent_layers:
-        raise ValueError(DRAFT_HAS_STATES)
-    check_same_tokens(config.model.path, folder)
     draft_args = replace(
         args,
         model=speculation.model,
         served_model_name="",
-        load_format=load_format,
+        load_format=load_format_of_draft(args),
         quantization=speculation.quantization,
         max_model_len=min(config.model.max_model_len, shape.max_positions),
         num_kv_blocks=config.cache.num_blocks,

@@ -39,6 +39,8 @@ class Drafting:
             return decoding, []
         if self._model is not None:
             self._model.begin()
+            # What has least to read goes first: a long prompt must not take all that may be read from the others.
+            decoding = sorted(decoding, key=lambda scheduled: len(scheduled.seq) - scheduled.seq.num_drafted_tokens)
         budget = min(budget, self._max_rows - len(decoding))
         plain: list[ScheduledSequence] = []
         guessed: list[ScheduledSequence] = []

@@ -58,6 +58,8 @@ class SpeculativeConfig:
             _check(isinstance(value, str), f"{name} must be a text, is {value!r:.80}")
         needs_model = self.method == "draft_model"
         _check(bool(self.model) == needs_model, f"model must {_MODEL[needs_model]}, is {self.model!r:.80}")
+        is_auto = self.quantization == "auto"
+        _check(needs_model or is_auto, f"quantization must be 'auto' without a model, is {self.quantization!r:.80}")
         most_of = {
             "num_speculative_tokens": MAX_DRAFTS,
             "prompt_lookup_max": MAX_LOOKUP,

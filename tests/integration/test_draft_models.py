@@ -321,6 +321,25 @@ def test_neighbours_wait_for_no_guess(tmp_path: Path, parts: list[tuple[str, int
     assert parts == []
 
 
+# -- memory -----------------------------------------------------------------------------------------------------
+
+
+def test_both_pools_share_the_memory_for_kv(tmp_path: Path) -> None:
+    sizes = {"num_kv_blocks": 0, "kv_cache_gib": 0.02, "max_model_len": 512}
+    plain, drafting = make_engine(tmp_path, None, **sizes), make_engine(tmp_path, SMALLER, **sizes)
+    num_blocks = drafting.executor.kv_shape.num_blocks
+    assert num_blocks == plain.executor.kv_shape.num_blocks * 2 // 3, "the draft model has one layer, the model two"
+    draft_model = drafting.executor._worker.draft_model
+    assert draft_model is not None
+    assert draft_model._runner is not None
+    assert draft_model._runner._kv_pool.shape[1] == num_blocks
+    assert alone(drafting, LONG_PROMPT, DRAWN) == alone(plain, LONG_PROMPT, DRAWN)
+    with pytest.raises(
+        ValueError, match=r"^speculative_config model: with it, kv_cache_gib must be at least 0\.000\d+, "
+    ):
+        make_engine(tmp_path, SMALLER, num_kv_blocks=0, kv_cache_gib=0.0003)
+
+
 # -- several ranks ----------------------------------------------------------------------------------------------
 
 

@@ -191,9 +191,20 @@ def test_the_order_of_a_step() -> None:
     scheduler.sequences.add(Sequence(3, "r3", [30, 31], 2, SamplingParams()))
     output = scheduler.schedule()
     assert shapes(output) == [("r1", 1), ("r2", 1), ("r0", 1), ("r3", 2)]
-    assert parts_of(output.draft_parts) == [("r0", 0, 4, 3), ("r1", 0, 4, 0)]
-    output = scheduler.take_drafts(output, [[5, 6, 7], []])
-    assert shapes(output) == [("r1", 1), ("r2", 1), ("r0", 4), ("r3", 2)]
+    assert parts_of(output.draft_parts) == [("r2", 0, 3, 3), ("r0", 0, 4, 3)]
+    output = scheduler.take_drafts(output, [[5, 6, 7], [8, 9]])
+    assert shapes(output) == [("r1", 1), ("r2", 4), ("r0", 3), ("r3", 2)]
+
+
+def test_a_long_prompt_is_read_with_what_others_leave() -> None:
+    scheduler = Scheduler(config_of(catch_up=12), blocks(), max_model_len=100, eos_token_ids=frozenset({1}))
+    for number, length in enumerate((40, 3)):
+        tokens = [number + 2] * length
+        scheduler.sequences.add(Sequence(number, f"r{number}", tokens, length, SamplingParams(max_tokens=50)))
+    scheduler.begin(output := scheduler.schedule())
+    scheduler.apply(output, [[20], [21]])
+    output = scheduler.schedule()
+    assert parts_of(output.draft_parts) == [("r1", 0, 4, 3), ("r0", 0, 8, 0)]
 
 
 def shapes(output: SchedulerOutput) -> list[tuple[str, int]]:

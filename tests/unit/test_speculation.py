@@ -162,6 +162,10 @@ def test_the_setting_is_json_with_vllms_words() -> None:
             "model must be empty with the method 'ngram', is 'x'",
         ),
         ({"model": "x"}, "must have num_speculative_tokens"),
+        (
+            {"num_speculative_tokens": 2, "quantization": "int8"},
+            "quantization must be 'auto' without a model, is 'int8'",
+        ),
     ],
 )
 def test_a_wrong_setting_is_named(given_config: object, sentence: str) -> None:
