@@ -1,4 +1,4 @@
-"""Decides which workers, and which pairs of them, are set aside because they fail again and again, and when each is
+"""Decides which workers, and which pairs of them, are left out because they fail again and again, and when each is
 tried again. Pure: times are passed in, nothing is sent.
 
     IN USE ──3 failures in a row──> EJECTED ──its pause is over──> PROBATION ──a success──> IN USE
@@ -64,7 +64,7 @@ class Ejections:
         trouble = self.troubles.get(name)
         return trouble is not None and trouble.num_ejections > 0
 
-    def is_set_aside(self, name: str, now_s: float) -> bool:
+    def is_left_out(self, name: str, now_s: float) -> bool:
         """Whether requests must not use the worker now. False if the next request would be its probe."""
         trouble = self.troubles.get(name)
         if trouble is None or not trouble.num_ejections:
@@ -76,7 +76,7 @@ class Ejections:
         """An attempt is planned on the worker. If the worker is on probation and has no probe, the attempt is its
         probe."""
         trial = Trial(self, name, self._num_failures)
-        if self.is_ejected(name) and not self.is_set_aside(name, now_s):
+        if self.is_ejected(name) and not self.is_left_out(name, now_s):
             trouble = self.troubles[name]
             trouble.probe = trial
             trouble.probe_until_s = now_s + PROBE_S

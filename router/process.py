@@ -112,7 +112,7 @@ class Router:
             max_tokens=args.max_queue_tokens,
             choose=self._pool.choose,
             has_workers=self._pool.has_decode_worker_for,
-            is_apart=self._pool.is_apart,
+            has_fewer_workers=self._pool.has_fewer_workers,
             workers_for=self._pool.workers_for,
             worker_wait_s=args.worker_wait_s,
         )

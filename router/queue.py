@@ -64,7 +64,7 @@ class RequestQueue:
         max_tokens: int,
         choose: Callable[[QueuedRequest, int], TakenRoom | None],
         has_workers: Callable[[QueuedRequest], bool],
-        is_apart: Callable[[QueuedRequest], bool] = lambda _: False,
+        has_fewer_workers: Callable[[QueuedRequest], bool] = lambda _: False,
         workers_for: Callable[[QueuedRequest], Collection[WorkerKey]] = lambda _: (),
         worker_wait_s: float = WORKER_WAIT_S,
     ) -> None:
@@ -73,14 +73,14 @@ class RequestQueue:
         choose: plans one request on the workers as they are now and takes the room for it, given how many tokens of
             other requests wait; None: no worker has room, or (`waits_for_prompts`) too many prompts are before it.
         has_workers: whether some worker can serve the request, now or in a moment, so that waiting makes sense.
-        is_apart: whether the request cannot use all of the workers that new requests go to.
+        has_fewer_workers: whether the request cannot use all of the workers that new requests go to.
         workers_for: the workers that may decode the request, full or not.
         worker_wait_s: how long a request whose answer has begun waits while no worker can serve it.
         """
         self._max_tokens = max_tokens
         self._choose = choose
         self._has_workers = has_workers
-        self._is_apart = is_apart
+        self._has_fewer_workers = has_fewer_workers
         self._workers_for = workers_for
         self._worker_wait_s = worker_wait_s
         self.pace = QueuePace()
@@ -236,7 +236,7 @@ class RequestQueue:
             if is_aside:
                 full.add(group)
                 lanes.pop()
-            elif self._is_apart(request):
+            elif self._has_fewer_workers(request):
                 full.add(group)
                 self._leave_line(request)
                 self._step_aside(request)
@@ -286,8 +286,8 @@ class RequestQueue:
                     self._step_aside(request)
 
     def _step_back(self) -> None:
-        """Move requests that are aside, and no longer apart, back to the front of the line, each at its priority."""
-        back = {lane for lane in self._aside.lanes if not self._is_apart(self._aside.any_of(lane))}
+        """Move requests aside that can use all workers again to the front of the line, each at its priority."""
+        back = {lane for lane in self._aside.lanes if not self._has_fewer_workers(self._aside.any_of(lane))}
         if back:
             self.pace.queued(time.monotonic())
             for request in reversed(self._aside.in_turn(back)):

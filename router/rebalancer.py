@@ -87,7 +87,7 @@ class Rebalancer:
             and handle.has_room_to_move(1)
             and handle.facts.can_generate
             and handle.facts.max_model_len >= max_model_len
-            and not self._pool.is_set_aside(handle.key)
+            and not self._pool.is_left_out(handle.key)
         ]
 
     def _usable(self, role: int) -> Sequence[WorkerHandle]:

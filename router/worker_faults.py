@@ -26,17 +26,17 @@ class WorkerFaults:
         """By name: the pairs that have failed."""
 
     def is_ejected(self, who: Who) -> bool:
-        """Whether the worker or pair is set aside or on probation."""
+        """Whether the worker or pair is left out or on probation."""
         return self._ejections.is_ejected(_name_of(who))
 
     def ejected_pairs(self) -> list[WorkerPair]:
-        """All pairs that are set aside or on probation. (There are too many pairs to ask for each.)"""
+        """All pairs that are left out or on probation. (There are too many pairs to ask for each.)"""
         self._pairs = {name: pair for name, pair in self._pairs.items() if name in self._ejections.troubles}
         return [pair for pair in self._pairs.values() if self.is_ejected(pair)]
 
-    def is_set_aside(self, who: Who, now_s: float) -> bool:
+    def is_left_out(self, who: Who, now_s: float) -> bool:
         """Whether requests must not use the worker or pair now."""
-        return bool(self._ejections.troubles) and self._ejections.is_set_aside(_name_of(who), now_s)
+        return bool(self._ejections.troubles) and self._ejections.is_left_out(_name_of(who), now_s)
 
     def begin(self, plan: Plan, now_s: float) -> list[Trial]:
         """An attempt is planned: begin a trial of each of its workers, and of the pair."""

@@ -8,7 +8,7 @@
 A worker's load is what it reported last plus what the router has planned on it since, so that two simultaneous requests
 do not take the same blocks.
 
-A worker that fails again and again is set aside, and probed before it is used again (`ejection`). Meanwhile it does not
+A worker that fails again and again is left out, and probed before it is used again (`ejection`). Meanwhile it does not
 prefill, and it decodes only if there is no other decode worker. That the others are full is no reason to use it: it has
 room because it fails. Likewise, two workers between which transfers fail again and again are not paired.
 """
@@ -118,7 +118,7 @@ class WorkerPool:
         it is to move to a worker that has room."""
         return any(self._of_kind_for(request.needs, self.roster.expected_decode)) or self._has_wanted(request)
 
-    def is_apart(self, request: QueuedRequest) -> bool:
+    def has_fewer_workers(self, request: QueuedRequest) -> bool:
         """Whether `request` cannot use all workers that new requests go to: it has begun on workers of another kind, or
         some lack its adapter or a feature."""
         needs, roster = request.needs, self.roster
@@ -203,12 +203,12 @@ class WorkerPool:
         decode = [h for h in decode if h.key not in request.barred]
         if not decode:
             return None
-        decode = [h for h in decode if not self._faults.is_set_aside(h.key, now_s)] or decode
+        decode = [h for h in decode if not self._faults.is_left_out(h.key, now_s)] or decode
         prefill = [
             h
             for h in self.usable(ROLE_PREFILL)
             if h.facts.max_model_len >= max_model_len
-            and not self._faults.is_set_aside(h.key, now_s)
+            and not self._faults.is_left_out(h.key, now_s)
             and request.needs.features <= h.facts.features
         ]
         candidates = [decode_candidate(h, request, self._slowness(h, now_s)) for h in decode]
@@ -220,7 +220,7 @@ class WorkerPool:
             prefill=[prefill_candidate(h, request) for h in prefill],
             decode=candidates,
             avoid=request.avoid,
-            are_apart=lambda pair: self._faults.is_set_aside(pair, now_s),
+            are_apart=lambda pair: self._faults.is_left_out(pair, now_s),
             may_stay=request.waited_s >= STAY_SHARE * (request.answer_s or UNKNOWN_ANSWER_S),
             is_return=request.is_return,
             num_waiting_tokens=num_waiting_tokens,
@@ -240,9 +240,9 @@ class WorkerPool:
         key = request.wanted
         return key is not None and self.has_room_to_move(key, request.needs, request.num_tokens)
 
-    def is_set_aside(self, key: WorkerKey) -> bool:
+    def is_left_out(self, key: WorkerKey) -> bool:
         """Whether the worker is not to be used now, because it failed again and again."""
-        return self._faults.is_set_aside(key, self._now_s())
+        return self._faults.is_left_out(key, self._now_s())
 
     def _slowness(self, handle: WorkerHandle, now_s: float) -> float:
         return self.costs.paces.slowness(handle.key, now_s) if self._policy.learn_costs else 1.0
@@ -313,7 +313,7 @@ class WorkerPool:
 
     @property
     def ejected(self) -> list[str]:
-        """Ids of known workers that are set aside or on probation because they failed again and again."""
+        """Ids of known workers that are left out or on probation because they failed again and again."""
         return sorted({h.record.worker_id for h in self.handles if self._faults.is_ejected(h.key)})
 
     @property

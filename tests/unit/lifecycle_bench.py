@@ -122,7 +122,7 @@ class Bench:
             max_tokens=10**6,
             choose=self.pool.choose,
             has_workers=self.pool.has_decode_worker_for,
-            is_apart=self.pool.is_apart,
+            has_fewer_workers=self.pool.has_fewer_workers,
             workers_for=self.pool.workers_for,
             worker_wait_s=worker_wait_s,
         )

@@ -1,4 +1,4 @@
-"""Which workers are set aside, and for how long, by a clock that the test sets. No network."""
+"""Which workers are left out, and for how long, by a clock that the test sets. No network."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Clock:
         self.now_s = 100.0
 
     @property
-    def is_set_aside(self) -> bool:
-        return self.ejections.is_set_aside("w", self.now_s)
+    def is_left_out(self) -> bool:
+        return self.ejections.is_left_out("w", self.now_s)
 
     def begin(self, worker_id: str = "w") -> Trial:
         return self.ejections.begin(worker_id, self.now_s)
@@ -41,9 +41,9 @@ def test_three_failures_in_a_row_eject() -> None:
     assert not clock.begin().succeed()
     assert clock.fail() is None
     assert clock.fail() is None
-    assert not clock.is_set_aside
+    assert not clock.is_left_out
     assert clock.fail() == pause_of(1)
-    assert clock.is_set_aside
+    assert clock.is_left_out
     assert clock.ejections.is_ejected("w")
 
 
@@ -51,7 +51,7 @@ def test_other_workers_are_not_concerned() -> None:
     clock = Clock()
     clock.fail("other")
     clock.eject()
-    assert not clock.ejections.is_set_aside("other", clock.now_s)
+    assert not clock.ejections.is_left_out("other", clock.now_s)
     assert not clock.ejections.is_ejected("nobody has heard of it")
 
 
@@ -59,14 +59,14 @@ def test_after_the_pause_one_request_goes_and_its_success_readmits() -> None:
     clock = Clock()
     clock.eject()
     clock.now_s += pause_of(1) - 0.01
-    assert clock.is_set_aside
+    assert clock.is_left_out
     clock.now_s += 0.01
-    assert not clock.is_set_aside
+    assert not clock.is_left_out
     probe = clock.begin()
-    assert clock.is_set_aside
+    assert clock.is_left_out
     assert probe.succeed()
     probe.end()
-    assert not clock.is_set_aside
+    assert not clock.is_left_out
     assert not clock.ejections.is_ejected("w")
 
 
@@ -94,17 +94,17 @@ def test_a_probe_that_says_nothing_makes_room_for_another(verdict: str) -> None:
     probe = clock.begin()
     beside = clock.begin()  # as when no other worker is left
     beside.end()
-    assert clock.is_set_aside
+    assert clock.is_left_out
     if verdict == "none":
         probe.end()
         probe.end()
     else:
         clock.now_s += PROBE_S
-    assert not clock.is_set_aside
+    assert not clock.is_left_out
     clock.begin()
-    assert clock.is_set_aside
+    assert clock.is_left_out
     probe.end()  # a late end of the old probe
-    assert clock.is_set_aside
+    assert clock.is_left_out
 
 
 def test_what_was_under_way_when_a_failure_counted_is_not_another_failure() -> None:
@@ -120,9 +120,9 @@ def test_what_began_before_the_ejection_does_not_readmit_but_what_began_since_do
     old = clock.begin()
     clock.eject()
     assert not old.succeed()
-    assert clock.is_set_aside
+    assert clock.is_left_out
     assert clock.begin().succeed()
-    assert not clock.is_set_aside
+    assert not clock.is_left_out
 
 
 def test_failures_during_the_pause_are_no_news() -> None:
@@ -131,7 +131,7 @@ def test_failures_during_the_pause_are_no_news() -> None:
     for _ in range(10):
         assert clock.fail() is None
     clock.now_s += pause_of(1)
-    assert not clock.is_set_aside
+    assert not clock.is_left_out
     assert clock.fail() == pause_of(2)
 
 
@@ -172,16 +172,16 @@ def test_whatever_happens(operations: list[object]) -> None:
     num_counted = 0  # failures since the last success while in use: an upper bound of those in a row
     paused_until_s, probes = 0.0, list[tuple[Trial, float]]()
     for operation in operations:
-        was_ejected, was_set_aside = clock.ejections.is_ejected("w"), clock.is_set_aside
+        was_ejected, was_left_out = clock.ejections.is_ejected("w"), clock.is_left_out
         pause_s: float | None = None
         match operation:
             case "begin":
                 trials.append(clock.begin())
-                if was_ejected and not was_set_aside:
+                if was_ejected and not was_left_out:
                     assert clock.now_s >= paused_until_s
                     assert all(clock.now_s >= until_s for _, until_s in probes), "two probes at a time"
                     probes.append((trials[-1], clock.now_s + PROBE_S))
-                    assert clock.is_set_aside
+                    assert clock.is_left_out
             case "lose session":
                 num_counted += 1
                 pause_s = clock.ejections.count_failure("w", clock.now_s)
@@ -205,9 +205,9 @@ def test_whatever_happens(operations: list[object]) -> None:
             assert clock.now_s >= paused_until_s
             paused_until_s, probes = clock.now_s + pause_s, []
         if clock.ejections.is_ejected("w") and clock.now_s < paused_until_s:
-            assert clock.is_set_aside
+            assert clock.is_left_out
         if not clock.ejections.is_ejected("w"):
-            assert not clock.is_set_aside
+            assert not clock.is_left_out
         assert clock.ejections.is_ejected("w") == was_ejected or pause_s or operation != "begin"
     clock.now_s += MAX_PAUSE_S + PROBE_S
-    assert not clock.is_set_aside, "set aside for ever"
+    assert not clock.is_left_out, "left out for ever"

@@ -45,7 +45,7 @@ class Example:
             max_tokens=10_000,
             choose=self.choose,
             has_workers=lambda _: True,
-            is_apart=lambda request: bool(request.needs.lora_name),
+            has_fewer_workers=lambda request: bool(request.needs.lora_name),
             workers_for=lambda request: [self.workers[name].key for name in self.usable(request)],
         )
 

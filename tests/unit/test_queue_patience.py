@@ -35,7 +35,7 @@ class Workers:
             max_tokens=max_tokens,
             choose=self._choose,
             has_workers=self._has_workers,
-            is_apart=lambda request: self.kind_of(request) != self._served,
+            has_fewer_workers=lambda request: self.kind_of(request) != self._served,
             worker_wait_s=worker_wait_s,
         )
 

@@ -211,7 +211,7 @@ async def test_it_stays(why: str) -> None:
         case "it is ejected":
             for _ in range(20):
                 bench.pool._faults.count(bench.prefill.key)
-            assert bench.pool.is_set_aside(bench.prefill.key)
+            assert bench.pool.is_left_out(bench.prefill.key)
         case "of another kind":
             bench.tell(bench.prefill, compat_digest="another")
         case "a shorter context":

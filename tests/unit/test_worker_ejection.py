@@ -201,7 +201,7 @@ async def test_a_prefill_worker_that_fails_or_cannot_hand_over_is_not_needed(cod
     worker."""
     bench = Bench(with_prefill=True)
 
-    def set_aside() -> tuple[list[str], list[WorkerPair]]:
+    def left_out() -> tuple[list[str], list[WorkerPair]]:
         return bench.pool.ejected, bench.pool.apart
 
     async def reserve(request_id: str) -> Asked:
@@ -217,7 +217,7 @@ async def test_a_prefill_worker_that_fails_or_cannot_hand_over_is_not_needed(cod
         await settle()
         await asked.leave()
     expected = (["p"], []) if code == INTERNAL else ([], [WorkerPair(bench.p.key, bench.decode.key)])
-    assert set_aside() == expected
+    assert left_out() == expected
     asked = bench.request("r")
     await settle()
     assert bench.d.sent[-1].generate.request_id == "r"
@@ -227,10 +227,10 @@ async def test_a_prefill_worker_that_fails_or_cannot_hand_over_is_not_needed(cod
     asked = await reserve("probe")
     bench.p.say("probe", 1, tokens=tokens(is_last=False))
     await settle()
-    assert set_aside() == expected, "its transfer may still fail"
+    assert left_out() == expected, "its transfer may still fail"
     bench.p.say("probe", 1, handed_over=pb.HandedOver())
     await settle()
-    assert set_aside() == ([], [])
+    assert left_out() == ([], [])
     await asked.leave()
 
 
