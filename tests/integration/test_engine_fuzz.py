@@ -181,7 +181,7 @@ def make_cramped_engine(folder: Path, rng: random.Random, **settings: Any) -> LL
     runs_ahead = rng.random() < 0.3  # then without drafts
     guessing: dict[str, object] = {"num_speculative_tokens": rng.randint(1, 6), "prompt_lookup_min": 1}
     if not runs_ahead and rng.random() < 0.4:
-        guessing["model"] = str(rng.choice([folder, folder / DRAFTS]))
+        guessing["model"] = str(rng.choice([folder, *folder.glob(DRAFTS)]))
     engine = make_engine(
         folder, runs_ahead=runs_ahead, num_kv_blocks=rng.randint(11, 14), max_num_seqs=rng.choice([4, 12]),
         max_num_batched_tokens=rng.choice([16, 40, 300]), prefill_chunk_tokens=rng.choice([0, 7, 16]),

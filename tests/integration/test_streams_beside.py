@@ -23,8 +23,8 @@ from pretend_gpu.races import Race
 
 from engine.llm_engine import LLMEngine
 from engine.sampling_params import SamplingParams
-from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import BlockExport, Sequence, SequenceStatus
+from engine.scheduling.sequences_by_state import SequencesByState
 from kv_transfer import KVPool
 from worker_service.device_pool import DeviceWatch
 
@@ -135,11 +135,11 @@ def test_kv_that_comes_into_blocks_of_a_step_under_way_is_a_race(
 ) -> None:
     """It would happen if blocks were freed as soon as their sequence is known to have ended."""
 
-    def free_at_once(self: Scheduler, seq: Sequence) -> None:
+    def free_at_once(self: SequencesByState, seq: Sequence) -> None:
         if seq.status is SequenceStatus.FINISHED and seq.block_table:
-            self.block_manager.free(seq)
+            self._block_manager.free(seq)
 
-    monkeypatch.setattr(Scheduler, "_free_ended", free_at_once)
+    monkeypatch.setattr(SequencesByState, "free_ended", free_at_once)
     engine = make_engine(tmp_path, CONFIG, **settings | SMALL)
     with pytest.raises(Race, match=r"writes .* what the default stream may still be using"):
         receive_what_another_left(engine, bytes_of(engine))
