@@ -14,12 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.grains import INT4_GRAIN, INT4_GROUP_SIZE
 from engine.narrow_weight import NarrowWeight, cannot_cut, check_finite, joined_narrow
-from engine.quantization_choice import INT4_GROUP_SIZE
 
 LEVELS = 16
-INT4_GRAIN = 32
-"""Group sizes must be a multiple of this for our kernels, which take this many inputs at once."""
 MAX_NUMBERS = 1 << 20
 """Numbers that are dequantised at once: 8 MiB of scratch in float64."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from engine.cache_dir import report
 from engine.float8 import why_no_float8
+from engine.grains import FLOAT8_GRAIN, GROUP_GRAIN, INT4_GROUP_SIZE, INT8_GRAIN
 from engine.models.model_shape import ModelShape
 from engine.models.stored_weights import AS_STORED, StoredWeights
 from engine.models.transformers_config import TransformersConfig
@@ -14,14 +15,6 @@ from engine.models.transformers_config import TransformersConfig
 FEWEST_OUTPUTS = 128
 """In models by transformers' code, weights of fewer outputs stay plain. Among them are the gates of experts and of
 states, for which rounding matters most; they take little memory."""
-INT8_GRAIN = 2
-"""The CPU kernels take inputs in pairs."""
-FLOAT8_GRAIN = 16
-"""Both sizes of a weight in 8 bits must be multiples of this for `torch._scaled_mm`."""
-GROUP_GRAIN = 16
-"""Groups of inputs must be a multiple of this, the least that tensor cores multiply at once."""
-INT4_GROUP_SIZE = 32
-"""Group size of weights that are quantised here: as in GGUF's formats; its errors are half of those of 128 inputs."""
 
 
 def resolve_quantization(

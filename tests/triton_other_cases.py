@@ -11,6 +11,7 @@ import torch
 from triton_compiler import name_of, now
 
 from engine.float8 import why_no_float8
+from engine.grains import INT4_GROUP_SIZE
 from engine.kernels.gpu.choose import choose_experts
 from engine.kernels.gpu.convolution import convolve
 from engine.kernels.gpu.copy_rows import copy_rows
@@ -39,7 +40,6 @@ from engine.models.four_bit_experts import GROUP, ClampedGate, FourBitStack
 from engine.models.recurrent_ops import Convolution
 from engine.models.recurrent_shape import Mamba2Layer
 from engine.models.recurrent_states import RecurrentStep
-from engine.quantization_choice import INT4_GROUP_SIZE
 from engine.sampling_params import SamplingParams
 from engine.scaled_weight import ScaledWeight
 from engine.scheduling.sequence import Sequence

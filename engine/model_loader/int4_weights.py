@@ -22,7 +22,8 @@ from pathlib import Path
 import torch
 
 from engine.cache_dir import report
-from engine.int4_weight import INT4_GRAIN, MAX_NUMBERS, Int4Weight, quantize_int4
+from engine.grains import INT4_GRAIN
+from engine.int4_weight import MAX_NUMBERS, Int4Weight, quantize_int4
 from engine.model_loader.eight_bit_weights import NOT_NEEDED
 from engine.model_loader.weights import PLAIN_DTYPES, DummyWeights, SafetensorsWeights
 from engine.models.stored_weights import AS_STORED, CT_PACKED, OWN, StoredWeights

@@ -20,6 +20,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from engine.cache_dir import report
+from engine.grains import FLOAT8_GRAIN, INT8_GRAIN
 from engine.int4_weight import Int4Weight
 from engine.model_loader.int4_weights import Int4Weights
 from engine.model_loader.weights import SafetensorsWeights, Weights
@@ -27,7 +28,6 @@ from engine.models.expert_products import ExpertWeight
 from engine.models.replaced_experts import ExpertSizes, sizes_of_experts
 from engine.models.transformers_products import is_product, size_of
 from engine.narrow_weight import NarrowWeight
-from engine.quantization_choice import FLOAT8_GRAIN, INT8_GRAIN
 from engine.scaled_weight import ScaledWeight
 from engine.weight import Weight
 

@@ -18,7 +18,8 @@ from torch import nn
 from transformers.activations import SiLUActivation
 from transformers.integrations import moe
 
-from engine.int4_weight import INT4_GRAIN, Int4Weight
+from engine.grains import INT4_GRAIN
+from engine.int4_weight import Int4Weight
 from engine.layers import Linear
 from engine.models.expert_products import ExpertProducts, ExpertWeight, stack_of
 from engine.models.experts import ChosenExperts

@@ -48,8 +48,8 @@ from benchmarks.gpu_parts.shapes import (
 )
 from benchmarks.gpu_parts.timing import MAX_SETS
 from engine.attention.flash_calls import FlashUnavailable, flash_attn_4_calls
+from engine.grains import INT4_GROUP_SIZE
 from engine.kernels.gpu import why_no_triton
-from engine.quantization_choice import INT4_GROUP_SIZE
 from engine.running.model_runner import MAX_TOKENS_READ_AGAIN
 
 pytestmark = pytest.mark.usefixtures("one_thread")
