@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepseek_cases import GREEDY
+from deepseek_cases import GREEDY, V3
 from engine_steps import logits_of
 from handover import alone, handed_over
 from int4_checkpoints import INT4_FORMS, in_int4
@@ -28,6 +28,7 @@ from engine.running.model_runner import ModelRunner
 
 WIDE = CONFIG | {"hidden_size": 64}
 """A hidden size that 8-bit products accept."""
+EXPERTS = V3 | {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "vocab_size": 60}
 
 
 def check_checkpoint(folder: Path, form: str, *, is_kept: bool, **settings: Any) -> None:

@@ -11,8 +11,16 @@ from engine.kv_memory import KVMemory
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.sampling.sampled_tokens import SampledTokens
+from engine.sampling_params import SamplingParams
 from engine.scheduling.sequence import OnLayerWritten, SchedulerOutput
 from pretend_gpu.streams import without_waiting
+
+SMALL: dict[str, Any] = {"attention_backend": "triton", "max_num_batched_tokens": 64}
+"""For engines whose kernels are interpreted: otherwise the warm-up would interpret prompts of 2,048 tokens."""
+IN_TURN = {"enforce_eager": True, "async_scheduling": False}
+GUESSING = {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 4}'}
+REPEATING = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, repetition_penalty=0.6)
+"""An answer that repeats itself, so that guesses are right."""
 
 
 def make_engine(

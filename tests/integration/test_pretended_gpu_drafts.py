@@ -1,0 +1,118 @@
+"""Guesses on a pretended GPU with the Triton kernels, interpreted: they are rows of recorded steps, and a draft model
+has recordings of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deepseek_cases import GREEDY
+from handover import alone
+from pretend_gpu import PretendGpu, pretend_gpu
+from pretend_gpu.engines import GUESSING, IN_TURN, REPEATING, SMALL, make_engine
+from pretend_gpu.triton import triton_interprets
+from quantized_on_gpu import EXPERTS, WIDE
+from transformers_cases import GEMMA2
+from triton_device import DEVICE
+
+from engine.running.decode_graphs import DecodeGraphs
+from engine.running.model_runner import ModelRunner
+from engine.sampling.sampled_tokens import SampledTokens
+from engine.scheduling.sequence import SchedulerOutput
+from engine.step_input import StepInput
+
+pytestmark = [pytest.mark.skipif(DEVICE == "cuda", reason="there is a GPU"), pytest.mark.slow]
+
+
+@pytest.fixture
+def gpu() -> Iterator[PretendGpu]:
+    with pretend_gpu(total_bytes=8 << 30, has_triton=True) as pretended, triton_interprets(pretended):
+        yield pretended
+
+
+@pytest.fixture
+def nums_replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Collects the number of rows of each replay."""
+    nums = list[int]()
+    run = DecodeGraphs.run
+    monkeypatch.setattr(
+        DecodeGraphs, "run", lambda self, step, batch: nums.append(len(step.token_ids)) or run(self, step, batch)
+    )
+    return nums
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "other"),
+    [
+        (WIDE, {}, {"attention_backend": "torch"}),
+        (WIDE, {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}, IN_TURN),
+        (EXPERTS, {"dtype": "bfloat16"}, IN_TURN),
+        (GEMMA2, {}, {"attention_backend": "torch"}),
+    ],
+    ids=["float32", "fp8", "deepseek", "gemma2"],
+)
+def test_drafts_in_recorded_steps(
+    gpu: PretendGpu,
+    nums_replayed: list[int],
+    tmp_path: Path,
+    config: dict[str, Any],
+    settings: dict[str, Any],
+    other: dict[str, Any],
+) -> None:
+    """Every step after the prompt is a replay, with a row for each draft: more rows than there may be sequences."""
+    settings = SMALL | {"max_num_seqs": 1} | settings
+    drafting = make_engine(tmp_path, config, **settings | GUESSING)
+    assert drafting.config.device.uses_graphs
+    nums_replayed.clear()
+    prompt = [7, 9, 11] * 4
+    answer = alone(drafting, prompt, REPEATING)
+    stats = drafting.stats
+    assert stats.num_accepted_tokens
+    assert max(nums_replayed) == 5
+    assert len(nums_replayed) == REPEATING.max_tokens - 1 - stats.num_accepted_tokens
+    assert sum(nums_replayed) == len(nums_replayed) + stats.num_draft_tokens
+    assert answer == alone(make_engine(tmp_path, config, **settings | other), prompt, REPEATING)
+
+
+def test_the_rounds_of_a_draft_model_are_replays(
+    gpu: PretendGpu, nums_replayed: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it reads one token or two: only where it catches up, as with a prompt, is anything launched by itself."""
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(WIDE))
+    guessing = json.dumps({"model": str(tmp_path / "draft"), "num_speculative_tokens": 3})
+    drafting = make_engine(tmp_path, WIDE, speculative_config=guessing, **SMALL | {"max_num_seqs": 4})
+    num_launched = 0
+    launch = ModelRunner.launch
+
+    def counting(self: ModelRunner, output: SchedulerOutput, step: StepInput) -> SampledTokens:
+        nonlocal num_launched
+        num_launched += 1
+        return launch(self, output, step)
+
+    monkeypatch.setattr(ModelRunner, "launch", counting)
+    nums_replayed.clear()
+    prompt, params = [7, 9, 11] * 4, replace(GREEDY, max_tokens=14, repetition_penalty=1.2)
+    answer = alone(drafting, prompt, params)
+    assert len(nums_replayed) == num_launched - 2, "the prompt, and the prompt in the draft model"
+    assert drafting.stats.num_accepted_tokens == drafting.stats.num_draft_tokens > 6
+    assert answer == alone(make_engine(tmp_path, WIDE, **SMALL | {"attention_backend": "torch"}), prompt, params)
+
+
+def test_drafts_with_long_contexts_stay_with_their_sequence(
+    gpu: PretendGpu, nums_replayed: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention would read each context once for every draft."""
+    monkeypatch.setattr("engine.running.model_runner.MAX_TOKENS_READ_AGAIN", 30)
+    settings = SMALL | {"max_num_seqs": 1}
+    drafting = make_engine(tmp_path, WIDE, **settings | GUESSING)
+    nums_replayed.clear()
+    prompt = [7, 9, 11] * 4
+    answer = alone(drafting, prompt, REPEATING)
+    assert drafting.stats.num_accepted_tokens > 0
+    assert sum(nums_replayed) < len(nums_replayed) + drafting.stats.num_draft_tokens
+    assert answer == alone(make_engine(tmp_path, WIDE, **settings | {"attention_backend": "torch"}), prompt, REPEATING)
