@@ -8,12 +8,16 @@ from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.engine_args import EngineArgs
-from engine.kv_shape import kv_cache_shape, kv_dtype_of
-from engine.memory import least_gib
 from engine.model_loader.language_part import read_config
 from engine.model_loader.model_config import make_engine_config
 from engine.model_loader.same_tokens import check_same_tokens
-from engine.model_loader.settings import DRAFT_HAS_STATES, dtype_of, load_format_of_draft
+from engine.model_loader.settings import (
+    DRAFT_HAS_STATES,
+    block_bytes_of,
+    draft_block_bytes_of,
+    load_format_of_draft,
+    num_blocks_in_both,
+)
 from engine.models import ModelShape, load_model_shape
 
 CATCH_UP_ROWS = 8
@@ -29,9 +33,14 @@ def with_draft_model(config: EngineConfig, args: EngineArgs, folder: Path) -> En
     if shape.recurrent_layers:
         raise ValueError(DRAFT_HAS_STATES)
     check_same_tokens(config.model.path, folder)
-    kv_dtype = kv_dtype_of(args.kv_cache_dtype, dtype_of(args, hf_config))
-    block = kv_cache_shape(shape, num_blocks=1, block_size=args.block_size, kv_dtype=kv_dtype)
-    config = replace(config, cache=replace(config.cache, num_blocks=_num_blocks(config, args, block.pool_bytes)))
+    num_blocks = num_blocks_in_both(
+        args,
+        config.cache.num_blocks,
+        max_model_len=config.model.max_model_len,
+        own_bytes=block_bytes_of(args, config.model, config.cache.kv_dtype, config.device.device),
+        draft_bytes=draft_block_bytes_of(args, shape, hf_config),
+    )
+    config = replace(config, cache=replace(config.cache, num_blocks=num_blocks))
     draft = _draft_config(config, args, folder, shape)
     scheduler = replace(
         config.scheduler,
@@ -39,23 +48,6 @@ def with_draft_model(config: EngineConfig, args: EngineArgs, folder: Path) -> En
         draft_model_len=draft.model.max_model_len,
     )
     return replace(config, scheduler=scheduler, draft=draft)
-
-
-def _num_blocks(config: EngineConfig, args: EngineArgs, draft_block_bytes: int) -> int:
-    """The blocks for which there is memory in both pools, if memory decides; 0: to be measured."""
-    num_blocks, block_size = config.cache.num_blocks, config.cache.block_size
-    if args.num_kv_blocks or not num_blocks:
-        return num_blocks
-    block = kv_cache_shape(config.model, num_blocks=1, block_size=block_size, kv_dtype=config.cache.kv_dtype)
-    # On a CPU the pools of all ranks share the same memory; rank 0 has the draft model's.
-    own_bytes = block.pool_bytes * (args.tensor_parallel_size if config.device.device == "cpu" else 1)
-    both_bytes = own_bytes + draft_block_bytes
-    num_needed = -(-config.model.max_model_len // block_size)
-    if num_blocks * own_bytes < num_needed * both_bytes:
-        least = least_gib(num_needed * both_bytes)
-        why = f"with it, kv_cache_gib must be at least {least}, what max_model_len={config.model.max_model_len} needs"
-        raise ValueError(f"{why} in both models' pools; or lower max_model_len")
-    return num_blocks * own_bytes // both_bytes
 
 
 def _draft_config(config: EngineConfig, args: EngineArgs, folder: Path, shape: ModelShape) -> EngineConfig:

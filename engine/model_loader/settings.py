@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine.config import GIB
+from engine.config import GIB, ModelConfig
 from engine.engine_args import OTHER_NAMES_OF_DTYPES, EngineArgs
 from engine.kv_shape import kv_cache_shape, kv_dtype_of, num_state_blocks_of
 from engine.lora.modules import check_lora_folder, parse_lora_modules, read_lora_module
@@ -48,9 +48,14 @@ def check_settings(args: EngineArgs, folder: Path) -> None:
             raise ValueError(ONE_RANK)
         return
     shape = share_of(load_decoder_config(hf_config), args.tensor_parallel_size)
-    is_cpu = _is_for_cpu(args)
     _check_quantization(args, hf_config, shape)
-    num_blocks_of(
+    _num_blocks(args, shape, hf_config)
+
+
+def _num_blocks(args: EngineArgs, shape: ModelShape, hf_config: dict[str, Any]) -> int:
+    """`num_blocks_of` as far as it is known without the device."""
+    is_cpu = _is_for_cpu(args)
+    return num_blocks_of(
         args,
         shape,
         max_model_len=max_model_len_of(args, shape),
@@ -69,8 +74,54 @@ def check_draft_model(args: EngineArgs, folder: Path, draft_folder: Path) -> Non
         draft_args = replace(args, quantization=speculation.quantization)
         hf_config = read_config(draft_folder, load_format_of_draft(args))
         if is_for_our_decoder(hf_config, args.model_impl):
-            _check_quantization(draft_args, hf_config, load_decoder_config(hf_config))
+            shape = load_decoder_config(hf_config)
+            _check_quantization(draft_args, hf_config, shape)
+            _check_memory_of_both(args, folder, draft_block_bytes_of(args, shape, hf_config))
         check_same_tokens(folder, draft_folder)
+
+
+def _check_memory_of_both(args: EngineArgs, folder: Path, draft_bytes: int) -> None:
+    """Raise `ValueError` if the model in `folder` is one for our decoder and there are too few blocks for both."""
+    hf_config = read_config(folder, args.load_format)
+    if not is_for_our_decoder(hf_config, args.model_impl):
+        return
+    shape = share_of(load_decoder_config(hf_config), args.tensor_parallel_size)
+    kv_dtype = kv_dtype_of(args.kv_cache_dtype, dtype_of(args, hf_config))
+    num_blocks_in_both(
+        args,
+        _num_blocks(args, shape, hf_config),
+        max_model_len=max_model_len_of(args, shape),
+        own_bytes=block_bytes_of(args, shape, kv_dtype, "cpu" if _is_for_cpu(args) else "cuda"),
+        draft_bytes=draft_bytes,
+    )
+
+
+def num_blocks_in_both(
+    args: EngineArgs, num_blocks: int, *, max_model_len: int, own_bytes: int, draft_bytes: int
+) -> int:
+    """Of `num_blocks`, for which there would be memory in the model's pool alone, those that fit with as many in the
+    draft model's. 0: to be measured. `own_bytes`, `draft_bytes`: of a block in each pool."""
+    if args.num_kv_blocks or not num_blocks:
+        return num_blocks
+    both_bytes = own_bytes + draft_bytes
+    num_needed = -(-max_model_len // args.block_size)
+    if num_blocks * own_bytes < num_needed * both_bytes:
+        least = least_gib(num_needed * both_bytes)
+        why = f"with it, kv_cache_gib must be at least {least}, what max_model_len={max_model_len} needs"
+        raise ValueError(f"{why} in both models' pools; or lower max_model_len")
+    return num_blocks * own_bytes // both_bytes
+
+
+def block_bytes_of(args: EngineArgs, shape: ModelShape | ModelConfig, kv_dtype: str, device: str) -> int:
+    """Bytes of one block in all layers. On a CPU the pools of all ranks share the same memory."""
+    block = kv_cache_shape(shape, num_blocks=1, block_size=args.block_size, kv_dtype=kv_dtype)
+    return block.pool_bytes * (args.tensor_parallel_size if device == "cpu" else 1)
+
+
+def draft_block_bytes_of(args: EngineArgs, shape: ModelShape, hf_config: dict[str, Any]) -> int:
+    """The same of the draft model, which one rank has."""
+    kv_dtype = kv_dtype_of(args.kv_cache_dtype, dtype_of(args, hf_config))
+    return kv_cache_shape(shape, num_blocks=1, block_size=args.block_size, kv_dtype=kv_dtype).pool_bytes
 
 
 @contextmanager
@@ -189,8 +240,7 @@ def num_blocks_of(
         return 0
     block = kv_cache_shape(shape, num_blocks=1, block_size=args.block_size, kv_dtype=kv_dtype)
     needed = -(-max_model_len // args.block_size) + num_state_blocks_of(recurrent_bytes, block.pool_bytes)
-    # On a CPU the pools of all ranks share the same memory.
-    block_bytes = block.pool_bytes * (args.tensor_parallel_size if device == "cpu" else 1)
+    block_bytes = block_bytes_of(args, shape, kv_dtype, device)
     most = memory_bytes(device) // block_bytes if knows_device else None
     if most is not None and most < 1:
         raise ValueError(

@@ -94,6 +94,12 @@ async def test_settings_that_no_process_accepts_are_refused_before_anything_is_s
         ({}, LFM2, {"a": 0}, "it has layers that keep a state in place of keys and values, and no step takes back"),
         ({}, LLAMA | {"num_hidden_layers": 0}, {"a": 0}, ".*num_hidden_layers must be .*, is 0"),
         ({}, LLAMA, {"a": 1, "b": 0}, "its tokenizer is not the model's, .* 'a' is token 1 there, and 0 here"),
+        (
+            {},
+            LLAMA | {"num_hidden_layers": 1024, "head_dim": 4096},
+            {"a": 0},
+            r"with it, --kv-cache-gib must be at least",
+        ),
         ({}, LLAMA, [["b", 0.0], [["x"], 0.0]], "its tokenizer is not the model's, .* 'b' is token 0 there, and 1"),
     ],
 )
