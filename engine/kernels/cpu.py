@@ -25,7 +25,7 @@ from engine.layers import CosSin, GatedLinear, Linear, RMSNorm
 from engine.models.expert_products import ExpertProducts, ExpertWeight
 from engine.models.feed_forward import GatedFeedForward
 from engine.models.head_attention import HeadAttention
-from engine.models.layer import DecoderLayer, LayerStack, OnLayer, PlainLayers
+from engine.models.layer import DecoderLayer, Features, LayerStack, OnLayer, PlainLayers
 from engine.models.parts import Parts
 from engine.quantization import as_int8
 from engine.weight import Weight, as_int4, dequantized, joined
@@ -148,15 +148,21 @@ class FusedLayers:
         plan: CpuPlan,
         cos_sin: CosSin,
         on_layer: OnLayer | None,
+        features: Features | None,
     ) -> torch.Tensor:
         step = (*cos_sin, plan.slot_mapping, plan.block_tables, plan.query_lens, plan.context_lens, self._adapter_ids())
         if on_layer is None:
-            h_TD: torch.Tensor = self._all.forward(x_TD, kv_pool, *step)
+            of_step = (None, []) if features is None else (features.of_step(len(x_TD)), list(features.layers))
+            h_TD: torch.Tensor = self._all.forward(x_TD, kv_pool, *step, *of_step)
             return h_TD
         delta_TD = None
         for i, layer in enumerate(self._layers):
+            if features is not None:
+                features.take(i, x_TD, delta_TD)
             delta_TD = layer.forward(x_TD, delta_TD, kv_pool[i], *step)
             on_layer(i)
+        if features is not None:
+            features.take(len(self._layers), x_TD, delta_TD)
         assert isinstance(delta_TD, torch.Tensor)
         return x_TD + delta_TD
 

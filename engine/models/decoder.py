@@ -20,7 +20,7 @@ from engine.models.experts import ExpertsFeedForward
 from engine.models.feed_forward import GatedFeedForward
 from engine.models.head_attention import HeadAttention
 from engine.models.latent_attention import LatentAttention
-from engine.models.layer import Attention, DecoderLayer, FeedForward, OnLayer
+from engine.models.layer import Attention, DecoderLayer, Features, FeedForward, OnLayer
 from engine.models.parts import Parts, PartsFactory
 from engine.models.recurrent_states import RecurrentStates
 
@@ -39,7 +39,7 @@ class Decoder:
         parts: Parts,
     ) -> None:
         self._rotary = RotaryEmbedding(config.rope, config.rotary_dim, max_model_len, weights.dtype, weights.device)
-        self._embedding_VD = weights.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
+        self.embedding_VD = weights.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         factory = PartsFactory(weights, parts, config.rms_norm_eps)
         layers = [_make_layer(config, i, factory, backend, self._rotary) for i in range(config.num_layers)]
         experts = [each.feed_forward for each in layers if isinstance(each.feed_forward, ExpertsFeedForward)]
@@ -47,6 +47,8 @@ class Decoder:
         self._layers = parts.stack(layers)
         self._norm = parts.rms_norm(weights.take("model.norm.weight", (config.hidden_size,)), config.rms_norm_eps)
         self._lm_head = parts.lm_head(self._head_weight(config, weights))
+        self.features: Features | None = None
+        """What `forward` notes for a draft head; None: nothing."""
         weights.ignore("rotary_emb.inv_freq")
         for further in range(config.num_nextn_predict_layers):
             weights.ignore_layer(config.num_layers + further)
@@ -60,9 +62,9 @@ class Decoder:
         """The embedding, if the configuration ties them, unless the files have a different `lm_head`: as in
         transformers."""
         if config.ties_embeddings and not weights.has(HEAD):
-            return self._embedding_VD
+            return self.embedding_VD
         own = weights.take(HEAD, (config.vocab_size, config.hidden_size))
-        return self._embedding_VD if config.ties_embeddings and torch.equal(own, self._embedding_VD) else own
+        return self.embedding_VD if config.ties_embeddings and torch.equal(own, self.embedding_VD) else own
 
     def forward(
         self,
@@ -73,7 +75,8 @@ class Decoder:
         on_layer: OnLayer | None,
     ) -> torch.Tensor:
         """See `Model.forward`: the last hidden states, before the final norm."""
-        return self._layers(self._embedding_VD[token_ids], kv_pool, plan, self._rotary.select(positions), on_layer)
+        cos_sin = self._rotary.select(positions)
+        return self._layers(self.embedding_VD[token_ids], kv_pool, plan, cos_sin, on_layer, self.features)
 
     def compute_logits(self, x_TD: torch.Tensor) -> torch.Tensor:
         """See `Model.compute_logits`."""

@@ -50,11 +50,41 @@ class DecoderLayer:
         return x_TD, self.feed_forward(h_TD)
 
 
+class Features:
+    """Hidden states between layers, side by side, for a draft head that reads them (engine/models/eagle_head.py)."""
+
+    def __init__(self, layers: tuple[int, ...], most_TF: torch.Tensor) -> None:
+        """`layers`: a hidden state is taken before each of them; the number of all layers stands for after the last.
+        `most_TF`: [most tokens of a step, layers * D], which each step overwrites: a recorded step writes to fixed
+        addresses."""
+        self.layers = layers
+        self._most_TF = most_TF
+        self._hidden_size = most_TF.shape[1] // len(layers)
+
+    def of_step(self, num_tokens: int) -> torch.Tensor:
+        """[T, layers * D], of the step that was launched last."""
+        return self._most_TF[:num_tokens]
+
+    def take(self, layer: int, x_TD: torch.Tensor, delta_TD: torch.Tensor | None) -> None:
+        """Note the hidden state before `layer`, in two terms, if it is wanted."""
+        for place, wanted in enumerate(self.layers):
+            if wanted == layer:
+                first = place * self._hidden_size
+                out_TD = self._most_TF[: len(x_TD), first : first + self._hidden_size]
+                out_TD.copy_(x_TD) if delta_TD is None else torch.add(x_TD, delta_TD, out=out_TD)
+
+
 class LayerStack(Protocol):
     """All layers of a decoder."""
 
     def __call__(
-        self, x_TD: torch.Tensor, kv_pool: torch.Tensor, plan: Any, cos_sin: CosSin, on_layer: OnLayer | None
+        self,
+        x_TD: torch.Tensor,
+        kv_pool: torch.Tensor,
+        plan: Any,
+        cos_sin: CosSin,
+        on_layer: OnLayer | None,
+        features: Features | None,
     ) -> torch.Tensor:
         """The hidden state after the last layer: [T, D]. `x_TD` may be overwritten."""
 
@@ -66,11 +96,21 @@ class PlainLayers:
         self._layers = layers
 
     def __call__(
-        self, x_TD: torch.Tensor, kv_pool: torch.Tensor, plan: Any, cos_sin: CosSin, on_layer: OnLayer | None
+        self,
+        x_TD: torch.Tensor,
+        kv_pool: torch.Tensor,
+        plan: Any,
+        cos_sin: CosSin,
+        on_layer: OnLayer | None,
+        features: Features | None,
     ) -> torch.Tensor:
         delta_TD = None
         for i, layer in enumerate(self._layers):
+            if features is not None:
+                features.take(i, x_TD, delta_TD)
             x_TD, delta_TD = layer(x_TD, delta_TD, kv_pool[i], plan, cos_sin)
             if on_layer is not None:
                 on_layer(i)
+        if features is not None:
+            features.take(len(self._layers), x_TD, delta_TD)
         return x_TD if delta_TD is None else x_TD + delta_TD

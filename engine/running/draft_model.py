@@ -2,9 +2,7 @@
 
     loaded ──> measured (GPU) ──allocate──> its pool and runner ──> draft, before each step that it guesses for
 
-    one draft   round 1   reads what it has not read of each sequence, samples a guess
-                round 2…  reads the last guess, samples the next one
-                          the last round's guess is not read
+    one draft   round 1 reads what it has not read of each sequence, the others a guess (draft_rounds.py)
 
 Owns the model, a pool with as many blocks as the engine's, and a runner. A sequence's blocks have the same ids in both
 pools (engine/scheduling/model_drafting.py).
@@ -15,15 +13,11 @@ temperature, guesses are right nearly as often as rejection sampling would accep
 are those that it would have without guesses. After M. Daliri et al., Coupling without communication and
 drafter-invariant speculative decoding (2024).
 
-A round is launched before the host knows the guesses of the round before, unless one of them decides what may be
-guessed next, as with a grammar.
-
 Shapes: T tokens, S sequences, D hidden, V the engine's vocabulary.
 """
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import replace
 from typing import Any
 
@@ -37,11 +31,12 @@ from engine.kv_shape import KVCacheShape, kv_cache_shape
 from engine.model_loader import load_model
 from engine.models.layer import OnLayer
 from engine.models.model import Model
+from engine.running.draft_rounds import Followed, run_rounds
 from engine.running.model_runner import ModelRunner
 from engine.running.pool_size import measured_steps
 from engine.running.warm_up import warm_up
 from engine.sampling.sampled_tokens import SampledTokens
-from engine.scheduling.sequence import PENDING_TOKEN, DraftPart, ScheduledSequence, SchedulerOutput
+from engine.scheduling.sequence import DraftPart, SchedulerOutput
 
 
 class DraftModel:
@@ -84,29 +79,14 @@ class DraftModel:
 
     def draft(self, parts: list[DraftPart]) -> list[list[int]]:
         """Do the parts. Returns the guesses of each: `num_drafts` token ids, or fewer if a grammar ends the answer."""
-        followed = [_Followed(part, reads_pairs_apart=self._config.device.uses_graphs) for part in parts]
-        followed.sort(key=lambda each: each.place)
-        launched = self._launch(followed)
-        for num_guessed in range(1, max(part.num_drafts for part in parts)):
-            due = [each for each in followed if each.num_drafts > num_guessed]
-            if any(each.needs_known_tokens for each in due):
-                launched.take()
-                due = [each for each in due if not each.has_ended]
-            if not due:
-                break
-            earlier, launched = launched, self._launch(due)
-            earlier.take()
-        launched.take()
-        guesses = {each.seq_id: each.guesses for each in followed}
-        return [guesses[part.seq.seq_id] for part in parts]
+        followed = [Followed(part, reads_pairs_apart=self._config.device.uses_graphs) for part in parts]
+        run_rounds(sorted(followed, key=lambda each: each.place), self._launch, self._config.model.eos_token_ids)
+        return [each.guesses for each in followed]
 
-    def _launch(self, followed: list[_Followed]) -> _Round:
+    def _launch(self, followed: list[Followed]) -> SampledTokens:
         assert self._runner is not None
         step = SchedulerOutput([each.next_item() for each in followed], [])
-        tokens = self._runner.launch(step, self._runner.prepare(step))
-        for each in followed:
-            each.begin()
-        return _Round(followed, tokens, self._config.model.eos_token_ids)
+        return self._runner.launch(step, self._runner.prepare(step))
 
     def _make_runner(self, num_blocks: int) -> tuple[ModelRunner, torch.Tensor]:
         config = self._config
@@ -118,79 +98,6 @@ class DraftModel:
         return kv_cache_shape(
             self._config.model, num_blocks=num_blocks, block_size=cache.block_size, kv_dtype=cache.kv_dtype
         )
-
-
-class _Followed:
-    """One part while it is done: a copy of the sequence that only the draft model's runner sees."""
-
-    def __init__(self, part: DraftPart, *, reads_pairs_apart: bool) -> None:
-        """`reads_pairs_apart`: lay out two tokens as two rows, so that the round can be a recorded one."""
-        seq, params = part.seq, part.seq.sampling_params
-        self.seq_id, self.num_drafts = seq.seq_id, part.num_drafts
-        self.guesses: list[int] = []
-        self.has_ended = False
-        """The answer cannot go on after the guesses."""
-        self.needs_known_tokens = seq.grammar is not None or seq.thinking is not None or params.has_phrases
-        self._num_known = len(seq)
-        self._num_new = part.end - part.first
-        self._apart: list[int] = []
-        """A known token that is laid out as the guess after the others are."""
-        token_ids = array("q", seq.token_ids)
-        if part.num_drafts and self._num_new == 2 and reads_pairs_apart:
-            self._apart = [token_ids.pop()]
-        self._copy = replace(
-            seq,
-            token_ids=token_ids,
-            num_computed_tokens=part.first,
-            sampling_params=params if params.logprobs is None else replace(params, logprobs=None),
-            lora_id=0,
-            # The last known token is counted, too, unless it is the prompt's: then a grammar books its time as that for
-            # guesses.
-            num_drafts=min(1, seq.num_output_tokens),
-        )
-
-    @property
-    def place(self) -> int:
-        """In the order of a step: first what has one row, then what has several, then prompts."""
-        return min(self._num_new, 2) + (self._num_new > 1 and not self._apart)
-
-    def next_item(self) -> ScheduledSequence:
-        return ScheduledSequence(self._copy, self._num_new, self._apart)
-
-    def begin(self) -> None:
-        """The round has been launched, and samples a guess."""
-        copy = self._copy
-        copy.num_computed_tokens += self._num_new
-        copy.token_ids.extend([*self._apart, PENDING_TOKEN])
-        self._num_new, self._apart = 1, []
-
-    def take(self, sampled: list[int], eos_token_ids: frozenset[int]) -> None:
-        """The round's tokens are known; none if it only read."""
-        if not sampled:
-            return
-        token_id = max(sampled[-1], 0)  # a broken model samples INVALID_TOKEN, which must not be read on
-        if self._copy.grammar is not None and (sampled[-1] < 0 or token_id in eos_token_ids):
-            self.has_ended = True
-            return
-        self._copy.token_ids[self._num_known + len(self.guesses)] = token_id
-        self._copy.num_drafts += 1
-        self.guesses.append(token_id)
-
-
-class _Round:
-    """A launched round."""
-
-    def __init__(self, followed: list[_Followed], tokens: SampledTokens, eos_token_ids: frozenset[int]) -> None:
-        self._followed = followed
-        self._tokens = tokens
-        self._eos_token_ids = eos_token_ids
-
-    def take(self) -> None:
-        """Wait for the round's guesses. Safe to repeat."""
-        followed, self._followed = self._followed, []
-        if followed:
-            for each, sampled in zip(followed, self._tokens.wait(), strict=True):
-                each.take(sampled, self._eos_token_ids)
 
 
 class _OfOtherVocabulary:

@@ -105,15 +105,25 @@ struct DecoderLayers : torch::CustomClassHolder {
 
   void add(const c10::intrusive_ptr<DecoderLayer>& layer) { layers.push_back(layer); }
 
-  // x [T, D] is overwritten; returns the hidden state after all layers. kv_pool [layer, block, ...].
+  // x [T, D] is overwritten; returns the hidden state after all layers. kv_pool [layer, block, ...]. The hidden states
+  // before `feature_layers` are written to `features`, [T, number of them * D], side by side.
   at::Tensor forward(
       const at::Tensor& x, const at::Tensor& kv_pool, const at::Tensor& cos, const at::Tensor& sin,
       const at::Tensor& slot_mapping, const at::Tensor& block_tables, const at::Tensor& query_lens,
-      const at::Tensor& context_lens, const std::optional<at::Tensor>& adapter_ids) const {
+      const at::Tensor& context_lens, const std::optional<at::Tensor>& adapter_ids,
+      const std::optional<at::Tensor>& features, const std::vector<int64_t>& feature_layers) const {
     const auto rows = DecoderLayer::rows_of(adapter_ids);
     std::optional<at::Tensor> delta;
     std::vector<ReadAhead> kv(layers.size() + 1);  // the last one stays empty
+    const auto note_features = [&](size_t layer) {
+      for (size_t place = 0; place < feature_layers.size(); place++) {
+        if (feature_layers[place] != int64_t(layer)) continue;
+        at::Tensor out = features->narrow(1, int64_t(place) * x.size(1), x.size(1));
+        delta ? at::add_out(out, x, *delta) : out.copy_(x);
+      }
+    };
     for (size_t i = 0; i < layers.size(); i++) {
+      note_features(i);
       // Products by tiles do not prefetch KV.
       if (i == 0 && !has_tiles()) kv[i].pieces = kv_pieces(kv_pool.select(0, 0), block_tables, context_lens);
       if (i + 1 < layers.size() && !has_tiles())
@@ -122,6 +132,7 @@ struct DecoderLayers : torch::CustomClassHolder {
           x, delta, kv_pool.select(0, int64_t(i)), cos, sin, slot_mapping, block_tables, query_lens, context_lens,
           rows ? &*rows : nullptr, &kv[i], &kv[i + 1]);
     }
+    note_features(layers.size());
     return delta ? at::add(x, *delta) : x;
   }
 
