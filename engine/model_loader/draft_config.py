@@ -1,15 +1,16 @@
-"""Adds a draft model to an `EngineConfig`: the configuration of an engine that would run it alone, over a pool with as
-many blocks."""
+"""Adds what guesses to an `EngineConfig`: a draft model, or an EAGLE-3 head, as the configuration of an engine that
+would run it alone, over a pool with as many blocks."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.engine_args import EngineArgs
+from engine.model_loader.eagle_settings import read_eagle_config
 from engine.model_loader.language_part import read_config
-from engine.model_loader.model_config import make_engine_config
+from engine.model_loader.model_config import digest_of, make_engine_config
 from engine.model_loader.same_tokens import check_same_tokens
 from engine.model_loader.settings import (
     DRAFT_HAS_STATES,
@@ -19,6 +20,7 @@ from engine.model_loader.settings import (
     num_blocks_in_both,
 )
 from engine.models import ModelShape, load_model_shape
+from prefix_hash.compat import join_parts
 
 CATCH_UP_ROWS = 8
 """A draft model may read so many times as many known tokens in a step as the step may have rows for drafts. A guess:
@@ -50,31 +52,83 @@ def with_draft_model(config: EngineConfig, args: EngineArgs, folder: Path) -> En
     return replace(config, scheduler=scheduler, draft=draft)
 
 
+def with_eagle_head(config: EngineConfig, args: EngineArgs, folder: Path) -> EngineConfig:
+    """`folder`: the head's. Its keys and values are one more layer of the pool, so two engines can exchange KV only if
+    they have the same head. Raises `ValueError` that says what is wrong with it."""
+    model = load_model_shape(config.model.hf_config, args.model_impl)
+    eagle, hf_config = read_eagle_config(folder, model, args.tensor_parallel_size)
+    own_bytes = block_bytes_of(args, config.model, config.cache.kv_dtype, config.device.device)
+    num_blocks = num_blocks_in_both(
+        args,
+        config.cache.num_blocks,
+        max_model_len=config.model.max_model_len,
+        own_bytes=own_bytes,
+        draft_bytes=own_bytes // config.model.num_layers,
+    )
+    config = replace(config, cache=replace(config.cache, num_blocks=num_blocks))
+    head_args = replace(
+        _draft_args(config, args),
+        dtype=config.model.dtype,
+        max_model_len=config.model.max_model_len,
+        max_num_batched_tokens=max(config.scheduler.max_num_seqs, 2 * config.cache.block_size),
+        speculative_config="",
+    )
+    # RoPE knows no end, and a head that was trained with short texts guesses after long ones, too.
+    head = _for_the_models_tokens(
+        make_engine_config(head_args, folder, hf_config | {"max_position_embeddings": config.model.max_model_len}),
+        config,
+    )
+    if head.cache.kv_order != config.cache.kv_order:
+        raise ValueError(
+            f"attention_backend must be one that can compute it and the model: {head.device.attention_backend} and "
+            f"{config.device.attention_backend} order keys and values differently"
+        )
+    return replace(
+        config,
+        model=replace(config.model, num_layers=config.model.num_layers + 1),
+        scheduler=replace(config.scheduler, draft_model_len=config.model.max_model_len),
+        draft=head,
+        eagle=eagle,
+        compat_digest="; ".join((
+            config.compat_digest, join_parts({"eagle_head": digest_of([head.compat_digest, asdict(eagle)])})
+        )),
+    )  # fmt: skip
+
+
 def _draft_config(config: EngineConfig, args: EngineArgs, folder: Path, shape: ModelShape) -> EngineConfig:
+    draft_args = replace(
+        _draft_args(config, args),
+        max_model_len=min(config.model.max_model_len, shape.max_positions),
+        max_num_batched_tokens=_catch_up_tokens(config),
+        # For rows: a sequence whose last guesses were all right has two tokens to read.
+        speculative_config='{"num_speculative_tokens": 1}',
+    )
+    return _for_the_models_tokens(make_engine_config(draft_args, folder), config)
+
+
+def _draft_args(config: EngineConfig, args: EngineArgs) -> EngineArgs:
     speculation = config.scheduler.speculation
     assert speculation is not None
-    draft_args = replace(
+    return replace(
         args,
         model=speculation.model,
         served_model_name="",
         load_format=load_format_of_draft(args),
         quantization=speculation.quantization,
-        max_model_len=min(config.model.max_model_len, shape.max_positions),
         num_kv_blocks=config.cache.num_blocks,
         kv_cache_gib=0,
         kv_offloading_size=0,
-        max_num_batched_tokens=_catch_up_tokens(config),
         prefill_chunk_tokens=0,
         prefill_batch_tokens=0,
         async_scheduling=False,
-        # For rows: a sequence whose last guesses were all right has two tokens to read.
-        speculative_config='{"num_speculative_tokens": 1}',
         tensor_parallel_size=1,
         lora_modules="",
         max_loras=0,
     )
-    draft = make_engine_config(draft_args, folder)
-    # The request's parameters mean the engine's tokens.
+
+
+def _for_the_models_tokens(draft: EngineConfig, config: EngineConfig) -> EngineConfig:
+    """The request's parameters mean the engine's tokens."""
     return replace(draft, model=replace(draft.model, eos_token_ids=config.model.eos_token_ids))
 
 

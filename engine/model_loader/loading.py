@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 def load(config: EngineConfig, backend: PagedBackend[Any], group: RankGroup | None) -> Model:
     """See `engine.model_loader.load_model`."""
     shape = load_model_shape(config.model.hf_config, config.model.model_impl)
-    parts = _parts_of(config, config.model.quantization)
+    parts = parts_of(config, config.model.quantization)
     if isinstance(shape, DecoderConfig):
         weights = _weights_of(config, config.device.device)
         if config.lora_modules or config.lora_room.num:
@@ -72,7 +72,7 @@ def _adapted(config: EngineConfig, parts: Parts, cut_of: CutOf) -> Parts:
         from engine.kernels.gpu.adapters import TritonAdapters
 
         return replace(parts, adapters=TritonAdapters(modules, dtype, device, cut_of, room))
-    plain = _parts_of(config, "none").linear  # adapters' weights are never quantised
+    plain = parts_of(config, "none").linear  # adapters' weights are never quantised
     return replace(parts, adapters=Adapters(modules, dtype, device, plain, cut_of, room))
 
 
@@ -99,7 +99,7 @@ def _load_transformers_model(
 def _linear_of(config: EngineConfig, parts: Parts) -> Callable[[int, int], MakeLinear]:
     """Which part computes a product of these outputs and inputs."""
     quantization = config.model.quantization
-    plain = _parts_of(config, "none").linear
+    plain = parts_of(config, "none").linear
     return lambda outputs, inputs: parts.linear if quantizes(quantization, outputs, inputs) else plain
 
 
@@ -131,7 +131,7 @@ def _weights_of(config: EngineConfig, device: str) -> Weights:
     return kept(model.path, model.dtype, device, stored, model.quantization)
 
 
-def _parts_of(config: EngineConfig, quantization: str) -> Parts:
+def parts_of(config: EngineConfig, quantization: str) -> Parts:
     """The decoder's parts for the device. `quantization`: of layers' products, resolved."""
     if config.device.attention_backend == "cpu":
         from engine.kernels.cpu import KERNEL_PARTS, QUANTIZED_KERNEL_PARTS

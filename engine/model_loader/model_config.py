@@ -80,9 +80,10 @@ GPU_DRAFT_BATCH_TOKENS = 256
 """A guess, not measured."""
 
 
-def make_engine_config(args: EngineArgs, folder: Path) -> EngineConfig:
-    """Raises `ValueError` naming the field and its bound, or what config.json lacks."""
-    hf_config = read_config(folder, args.load_format)
+def make_engine_config(args: EngineArgs, folder: Path, hf_config: dict[str, Any] | None = None) -> EngineConfig:
+    """`hf_config`: what the folder's config.json means; default: what it says. Raises `ValueError` naming the field and
+    its bound, or what config.json lacks."""
+    hf_config = read_config(folder, args.load_format) if hf_config is None else hf_config
     num_ranks = args.tensor_parallel_size
     shape = share_of(load_model_shape(hf_config, args.model_impl), num_ranks)
     # transformers' code for MXFP4 has a loader of its own.
@@ -251,17 +252,17 @@ def compat_digest(
             "kv_dtype": cache.kv_dtype,
             "block_size": cache.block_size,
             "kv_order": cache.kv_order,
-            "model": _digest_of(architecture),
+            "model": digest_of(architecture),
             # How the bytes of the weights are interpreted.
             "stored_weights": stored.name,
             "weights": model.weights_digest,
             # Does not affect KV, but an answer that moves to another engine must end at the same tokens.
-            "eos_token_ids": _digest_of(sorted(model.eos_token_ids)),
+            "eos_token_ids": digest_of(sorted(model.eos_token_ids)),
         }
     )
 
 
-def _digest_of(meaning: object) -> str:
+def digest_of(meaning: object) -> str:
     return hashlib.blake2b(json.dumps(meaning, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

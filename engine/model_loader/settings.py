@@ -18,6 +18,7 @@ from engine.engine_args import OTHER_NAMES_OF_DTYPES, EngineArgs
 from engine.kv_shape import kv_cache_shape, kv_dtype_of, num_state_blocks_of
 from engine.lora.modules import check_lora_folder, parse_lora_modules, read_lora_module
 from engine.memory import least_gib, memory_bytes, most_gib
+from engine.model_loader.eagle_settings import NOT_OUR_DECODER, read_eagle_config
 from engine.model_loader.language_part import read_config
 from engine.model_loader.same_tokens import check_same_tokens
 from engine.models import ModelShape, is_for_our_decoder, load_decoder_config
@@ -66,11 +67,14 @@ def _num_blocks(args: EngineArgs, shape: ModelShape, hf_config: dict[str, Any]) 
 
 
 def check_draft_model(args: EngineArgs, folder: Path, draft_folder: Path) -> None:
-    """Raise `ValueError` if the engine would refuse the draft model in `draft_folder` for the model in `folder`, as far
-    as `check_settings` can tell such things."""
+    """Raise `ValueError` if the engine would refuse the draft model or head in `draft_folder` for the model in
+    `folder`, as far as `check_settings` can tell such things."""
     speculation = SpeculativeConfig.parse(args.speculative_config)
     assert speculation is not None
     with naming_the_draft_model():
+        if speculation.method == "eagle3":
+            _check_eagle_head(args, folder, draft_folder)
+            return
         draft_args = replace(args, quantization=speculation.quantization)
         hf_config = read_config(draft_folder, load_format_of_draft(args))
         if is_for_our_decoder(hf_config, args.model_impl):
@@ -78,6 +82,17 @@ def check_draft_model(args: EngineArgs, folder: Path, draft_folder: Path) -> Non
             _check_quantization(draft_args, hf_config, shape)
             _check_memory_of_both(args, folder, draft_block_bytes_of(args, shape, hf_config))
         check_same_tokens(folder, draft_folder)
+
+
+def _check_eagle_head(args: EngineArgs, folder: Path, head_folder: Path) -> None:
+    hf_config = read_config(folder, args.load_format)
+    if not is_for_our_decoder(hf_config, args.model_impl):
+        raise ValueError(NOT_OUR_DECODER)
+    model = load_decoder_config(hf_config)
+    read_eagle_config(head_folder, model, args.tensor_parallel_size)
+    kv_dtype = kv_dtype_of(args.kv_cache_dtype, dtype_of(args, hf_config))
+    block = kv_cache_shape(model, num_blocks=1, block_size=args.block_size, kv_dtype=kv_dtype)
+    _check_memory_of_both(args, folder, block.block_bytes)
 
 
 def _check_memory_of_both(args: EngineArgs, folder: Path, draft_bytes: int) -> None:
@@ -108,7 +123,7 @@ def num_blocks_in_both(
     if num_blocks * own_bytes < num_needed * both_bytes:
         least = least_gib(num_needed * both_bytes)
         why = f"with it, kv_cache_gib must be at least {least}, what max_model_len={max_model_len} needs"
-        raise ValueError(f"{why} in both models' pools; or lower max_model_len")
+        raise ValueError(f"{why} with its keys and values; or lower max_model_len")
     return num_blocks * own_bytes // both_bytes
 
 
@@ -145,12 +160,6 @@ def _is_for_cpu(args: EngineArgs) -> bool:
 def load_format_of_draft(args: EngineArgs) -> str:
     """Made-up weights for the model mean made-up weights for the draft model."""
     return "dummy" if args.load_format == "dummy" else "auto"
-
-
-def draft_model_of(args: EngineArgs) -> str:
-    """The draft model as the user named it; empty: there is none."""
-    speculation = SpeculativeConfig.parse(args.speculative_config)
-    return "" if speculation is None else speculation.model
 
 
 def check_beside_states(args: EngineArgs) -> None:

@@ -123,6 +123,10 @@ class Weights(ABC):
         use this form."""
         return self.take(name, shape)
 
+    def take_integers(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a tensor of integers, as int64. Raises `ValueError` likewise. Made-up weights have none."""
+        raise ValueError(f"the weights lack the tensor {name}")
+
     @abstractmethod
     def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor: ...
 
@@ -150,10 +154,19 @@ class SafetensorsWeights(Weights):
         self._folder = folder
         self._handle_of: dict[str, Tensors] = {}
         self._file_of: dict[str, Path] = {}
-        for path, handle in open_checkpoint(folder, device).items():
+        for path, handle in self._open(folder, device).items():
             for name in handle.keys():  # noqa: SIM118
                 self._handle_of[name], self._file_of[name] = handle, path
         self._left = set(self._handle_of)
+
+    def _open(self, folder: Path, device: str) -> dict[Path, Tensors]:
+        return open_checkpoint(folder, device)
+
+    def take_integers(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = self._read_stored(name, shape)
+        if tensor.dtype.is_floating_point or tensor.dtype == torch.bool:
+            raise ValueError(f"{self._file_of[name]}: {name} is in {tensor.dtype}, must be integers")
+        return tensor.to(device=self.device, dtype=torch.int64)
 
     def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = self._read_stored(name, shape)

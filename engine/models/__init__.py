@@ -10,6 +10,8 @@ latent_attention.py       attention to latents: deepseek_config.py
 feed_forward.py           dense
 experts.py                a few of many: experts_config.py, expert_choice.py, expert_products.py
 
+eagle_head.py             guesses from a decoder's hidden states; eagle_config.py
+
 transformers_model.py     transformers' code over our attention, as transformers_config.py describes it, which
                           transformers_probe.py finds out; transformers_head.py: from hidden states to logits
 transformers_products.py  our products in place of its linear layers

@@ -1,6 +1,6 @@
 """The draft model: a smaller model that guesses the next tokens of answers (method `draft_model` of speculation).
 
-    loaded ──> measured (GPU) ──allocate──> its pool and runner ──> draft, before each step that it guesses for
+    loaded ──> measured (GPU) ──start──> its pool and runner ──> draft, before each step that it guesses for
 
     one draft   round 1 reads what it has not read of each sequence, the others a guess (draft_rounds.py)
 
@@ -58,8 +58,9 @@ class DraftModel:
         """Bytes of one block in all layers."""
         return self._shape(1).pool_bytes
 
-    def allocate(self, num_blocks: int) -> None:
-        """Allocate the pool, and warm up a GPU."""
+    def start(self, kv_pool: torch.Tensor) -> None:
+        """Allocate as many blocks as the engine's pool has, and warm up a GPU."""
+        num_blocks = kv_pool.shape[1]
         self._runner, pool = self._make_runner(num_blocks)
         report(f"{self._config.model.model} guesses; its KV takes {num_blocks * self.block_bytes / GIB:.2f} GiB")
         if self._config.device.device != "cpu":

@@ -52,9 +52,9 @@ class Executor:
         return []
 
     def draft(self, parts: list[DraftPart]) -> list[list[int]]:
-        """Let the draft model do its parts of a step, before `launch`. Returns each one's drafts."""
-        assert self._worker.draft_model is not None
-        return self._worker.draft_model.draft(parts)
+        """Let the draft model or head do its parts of a step, before `launch`. Returns each one's drafts."""
+        assert self._worker.drafter is not None
+        return self._worker.drafter.draft(parts)
 
     def launch(self, output: SchedulerOutput) -> SampledTokens:
         """Begin to compute a step, before `Scheduler.begin` counts it. At most one other step may be in flight."""

@@ -6,7 +6,7 @@ Owns the recorded decode steps. The worker owns the pool; the scheduler owns the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -47,6 +47,13 @@ class Computed(NamedTuple):
     be consumed before the next step."""
 
 
+class StepReader(Protocol):
+    """What reads each step beside the model (engine/running/eagle_drafter.py)."""
+
+    def read(self, output: SchedulerOutput, step: StepInput, batch: InputBatch, kv: torch.Tensor) -> None:
+        """The model has computed a step: write what this keeps of its tokens to `kv`, one layer of the pool."""
+
+
 class ModelRunner:
     """Used only by the stepping thread.
 
@@ -61,8 +68,10 @@ class ModelRunner:
         kv_pool: torch.Tensor,
         on_layer_written: OnLayerWritten | None,
         group: RankGroup | None = None,
+        reader: StepReader | None = None,
     ) -> None:
-        """`group`: see `Worker`."""
+        """`group`: see `Worker`. `reader`: reads each step after the model has computed it; the pool's last layer is
+        what it writes."""
         self._model = model
         self._backend = backend
         self._kv_pool = kv_pool
@@ -72,6 +81,7 @@ class ModelRunner:
         self._max_decode_rows, self._max_model_len = config.scheduler.max_decode_rows, config.model.max_model_len
         self._max_tokens_read_again = MAX_TOKENS_READ_AGAIN if config.device.uses_triton else 0
         self._states = model.states
+        self._reader = reader
         self._graphs = self._make_graphs(config)
         self._sampler = make_sampler(config)
         # Without async scheduling, only the sampling rank needs the sampled tokens.
@@ -96,7 +106,12 @@ class ModelRunner:
     def launch(self, output: SchedulerOutput, step: StepInput) -> SampledTokens:
         """Begin to compute a step. The previous step may still be running, and this one may continue from its tokens.
         `step`: the result of `prepare(output)`."""
-        batch, logits, logits_of_prompts = self.compute(step, self._layer_callback(output))
+        on_layer = self._layer_callback(output)
+        batch, logits, logits_of_prompts = self.compute(step, on_layer)
+        if self._reader is not None:
+            self._reader.read(output, step, batch, self._kv_pool[-1])
+            if on_layer is not None:
+                on_layer(len(self._kv_pool) - 1)
         self._tell_of_states(output)
         of_prompts = prompt_logprobs(output, logits_of_prompts)
         token_ids = logprobs = None

@@ -27,6 +27,7 @@ from engine.model_loader import load_model
 from engine.model_loader.settings import naming_the_draft_model
 from engine.models.model import Model
 from engine.running.draft_model import DraftModel
+from engine.running.eagle_drafter import EagleDrafter
 from engine.running.model_runner import ModelRunner
 from engine.running.pool_size import measure_num_blocks
 from engine.running.warm_up import warm_up
@@ -67,21 +68,22 @@ class Worker:
             report(f"loaded {config.model.model} in {load_s:.0f} s")
 
         def make_runner(kv_pool: torch.Tensor, on_layer_written: OnLayerWritten | None) -> ModelRunner:
-            return ModelRunner(config, model, backend, kv_pool, on_layer_written, group)
+            reader = self.drafter if isinstance(self.drafter, EagleDrafter) else None
+            return ModelRunner(config, model, backend, kv_pool, on_layer_written, group, reader)
 
         with (
             _saying_what_is_too_large(device),
             _saying_what_cannot_be_recorded(config),
             _saying_what_does_not_fit(config),
         ):
-            self.draft_model = _load_draft_model(config, group)
-            self.kv_shape = _shape_of_pool(config, make_runner, self.draft_model, group)
+            self.drafter = _load_drafter(config, model, group)
+            self.kv_shape = _shape_of_pool(config, make_runner, self.drafter, group)
             self.kv_pool = allocate_pool(self.kv_shape, device)
             self.runner = make_runner(self.kv_pool, on_layer_written)
             if device != "cpu":
                 warm_up(config, self.runner, self.kv_pool)
-            if self.draft_model is not None:
-                self.draft_model.allocate(self.kv_shape.num_blocks)
+            if self.drafter is not None:
+                self.drafter.start(self.kv_pool)
             if device != "cpu":
                 torch.cuda.synchronize()  # from here on, other streams and processes use the pool
         # All objects of now stay alive. Traversing them in each garbage collection would take 1.5 % of a decode step.
@@ -99,18 +101,20 @@ def _load(config: EngineConfig, backend: PagedBackend[Any], group: RankGroup | N
     return model
 
 
-def _load_draft_model(config: EngineConfig, group: RankGroup | None) -> DraftModel | None:
+def _load_drafter(config: EngineConfig, model: Model, group: RankGroup | None) -> DraftModel | EagleDrafter | None:
     """Returns None if there is none, or if rank 0 has it: it guesses for all ranks."""
     if config.draft is None or (group is not None and group.rank):
         return None
     with naming_the_draft_model(), torch.inference_mode():
+        if config.eagle is not None:
+            return EagleDrafter(config, model)
         return DraftModel(config.draft, config.model.vocab_size)
 
 
 def _shape_of_pool(
     config: EngineConfig,
     make_runner: Callable[[torch.Tensor, None], ModelRunner],
-    draft_model: DraftModel | None,
+    drafter: DraftModel | EagleDrafter | None,
     group: RankGroup | None,
 ) -> KVCacheShape:
     """The pool's shape, with the configured number of blocks, or else as many as fit on every rank."""
@@ -126,9 +130,9 @@ def _shape_of_pool(
         kept_bytes = runner.record_largest_decode_step()
         for step in steps:
             runner.launch(step, runner.prepare(step)).wait()
-        return kept_bytes + (0 if draft_model is None else draft_model.run_largest_steps())
+        return kept_bytes + (0 if drafter is None else drafter.run_largest_steps())
 
-    block_bytes_beside = 0 if draft_model is None else draft_model.block_bytes
+    block_bytes_beside = 0 if drafter is None else drafter.block_bytes
     num_blocks = measure_num_blocks(config, shape, run_steps, block_bytes_beside)
     return replace(shape, num_blocks=num_blocks if group is None else group.smallest(num_blocks))
 

@@ -1,7 +1,7 @@
 """Adds draft tokens to decoding sequences before a step, and removes the wrong ones after the step.
 
     decoding sequences ──add──> some of them with drafts ──computed──> drop_wrong: as if only the right ones had been
-                          └─ with a draft model: DraftParts, whose drafts `add_models` adds
+                          └─ with a draft model or head: DraftParts, whose drafts `add_models` adds
 
 speculation.py says where drafts come from.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from engine.config import SchedulerConfig
 from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.head_drafting import HeadDrafting
 from engine.scheduling.model_drafting import ModelDrafting
 from engine.scheduling.sequence import INVALID_TOKEN, DraftPart, ScheduledSequence, SchedulerOutput, Sequence
 from engine.scheduling.speculation import SpeculativeConfig, propose
@@ -28,19 +29,19 @@ class Drafting:
         self._block_manager = block_manager
         self._stop_rule = stop_rule
         self._stats = stats
-        has_model = self._config is not None and self._config.method == "draft_model"
-        self._model = ModelDrafting(config, block_manager) if has_model else None
+        self._model: ModelDrafting | HeadDrafting | None = None
+        if self._config is not None and self._config.model:
+            drafting = HeadDrafting if self._config.method == "eagle3" else ModelDrafting
+            self._model = drafting(config, block_manager)
 
     def add(self, decoding: list[ScheduledSequence], budget: int) -> tuple[list[ScheduledSequence], list[DraftPart]]:
         """Return `decoding` with drafts added where some are found and blocks are available, at most `budget` drafts in
-        all, and what the draft model must do. Sequences with drafts, or for which the draft model guesses, come last.
+        all, and what the draft model or head must do. Sequences with drafts, or for which it guesses, come last.
         Prefill-only sequences get none."""
         if self._config is None:
             return decoding, []
         if self._model is not None:
-            self._model.begin()
-            # What has least to read goes first: a long prompt must not take all that may be read from the others.
-            decoding = sorted(decoding, key=lambda scheduled: len(scheduled.seq) - scheduled.seq.num_drafted_tokens)
+            decoding = self._model.begin(decoding)
         budget = min(budget, self._max_rows - len(decoding))
         plain: list[ScheduledSequence] = []
         guessed: list[ScheduledSequence] = []
@@ -57,7 +58,7 @@ class Drafting:
     def _guess(
         self, scheduled: ScheduledSequence, config: SpeculativeConfig, budget: int
     ) -> tuple[ScheduledSequence, DraftPart | None]:
-        """Add drafts that are looked up, or plan what the draft model does."""
+        """Add drafts that are looked up, or plan what the draft model or head does."""
         seq = scheduled.seq
         num_left = self._stop_rule.num_left(seq, len(seq))
         most = min(config.num_speculative_tokens, budget, num_left - 1)
@@ -124,7 +125,7 @@ def _may_guess(seq: Sequence) -> bool:
 
 def _propose(seq: Sequence, config: SpeculativeConfig, most: int) -> list[int]:
     """Guess at most `most` next tokens. How many are looked up depends on how earlier drafts went. With a grammar, the
-    tokens that it forces come first, and no draft violates it. If there is a draft model, nothing is looked up."""
+    tokens that it forces come first, and no draft violates it. With a draft model or head, nothing is looked up."""
     num_wanted = min(most, seq.draft_history.num_wanted(len(seq)))
     if seq.grammar is None:
         return propose(seq.token_ids, config, num_wanted)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from engine.config import SchedulerConfig
 from engine.scheduling.block_manager import BlockManager
-from engine.scheduling.sequence import DraftPart, Sequence
+from engine.scheduling.sequence import DraftPart, ScheduledSequence, Sequence
 
 
 class ModelDrafting:
@@ -32,9 +32,11 @@ class ModelDrafting:
         self._num_left = 0
         """How many more tokens the draft model may read in this step."""
 
-    def begin(self) -> None:
-        """Begin a step."""
+    def begin(self, decoding: list[ScheduledSequence]) -> list[ScheduledSequence]:
+        """Begin a step. Returns the sequences in the order in which to plan: what has least to read goes first, since a
+        long prompt must not take all that may be read from the others."""
         self._num_left = self._max_catch_up_tokens
+        return sorted(decoding, key=lambda scheduled: len(scheduled.seq) - scheduled.seq.num_drafted_tokens)
 
     def plan(self, seq: Sequence, num_wanted: int, num_left: int) -> DraftPart | None:
         """Plan what the draft model does for `seq`, whose tokens are all known: guess at most `num_wanted` tokens, or

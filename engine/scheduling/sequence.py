@@ -238,7 +238,8 @@ class ScheduledSequence:
 
 @dataclass(frozen=True, slots=True)
 class DraftPart:
-    """The draft model's part of a step for one sequence: it computes the tokens from `first` to `end`, then guesses."""
+    """A draft model's or head's part of a step for one sequence: it computes the tokens from `first` to `end`, then
+    guesses."""
 
     seq: Sequence
     first: int
@@ -299,7 +300,7 @@ class SchedulerOutput:
     exports: list[BlockExport]
     state_exports: list[StateExport] = field(default_factory=list)
     draft_parts: list[DraftPart] = field(default_factory=list)
-    """What the draft model must compute before: see `Scheduler.take_drafts`."""
+    """What the draft model or head must compute before: see `Scheduler.take_drafts`."""
 
     @property
     def sampled_seqs(self) -> list[Sequence]:

@@ -1,5 +1,5 @@
 """Speculative decoding: guesses an answer's next tokens, so that one step can produce several of them. Named after
-vLLM's `speculative_config` with the methods `ngram` and `draft_model`.
+vLLM's `speculative_config` with the methods `ngram`, `draft_model` and `eagle3`.
 
     the tokens so far ──propose──> drafts ──a step computes them behind the last token, and samples after each
     ──the drafts before the first that differs from the sampled token, and one more sampled token, extend the answer
@@ -14,6 +14,9 @@ grammar, the text that the grammar forces comes first (grammar.py).
 `draft_model`: a smaller model continues the text (model_drafting.py). After Y. Leviathan et al., Fast inference from
 transformers via speculative decoding, and C. Chen et al. (both 2023); but drafts are verified as above, so the draft
 model cannot change a token.
+
+`eagle3`: a head of one layer continues it from the model's own hidden states (head_drafting.py,
+engine/models/eagle_head.py), verified in the same way.
 
 Owns nothing. No torch.
 """
@@ -43,9 +46,10 @@ class SpeculativeConfig:
     """Maximum drafts of one sequence in one step."""
     method: str = "ngram"
     model: str = ""
-    """The draft model, with `draft_model`: a folder, a .gguf file, a hub id or the default model's name."""
+    """The draft model, with `draft_model`: a folder, a .gguf file, a hub id or the default model's name. With `eagle3`,
+    the head: a folder or a hub id."""
     quantization: str = "auto"
-    """The draft model's, as `EngineArgs.quantization`."""
+    """The draft model's or head's, as `EngineArgs.quantization`."""
     prompt_lookup_max: int = 5
     """The most last tokens to look up: longer matches are preferred."""
     prompt_lookup_min: int = 2
@@ -56,8 +60,8 @@ class SpeculativeConfig:
         for name in ("model", "quantization"):
             value = getattr(self, name)
             _check(isinstance(value, str), f"{name} must be a text, is {value!r:.80}")
-        needs_model = self.method == "draft_model"
-        _check(bool(self.model) == needs_model, f"model must {_MODEL[needs_model]}, is {self.model!r:.80}")
+        needs_model = self.method != "ngram"
+        _check(bool(self.model) == needs_model, f"model must {_MODEL_OF[self.method]}, is {self.model!r:.80}")
         is_auto = self.quantization == "auto"
         _check(needs_model or is_auto, f"quantization must be 'auto' without a model, is {self.quantization!r:.80}")
         most_of = {
@@ -95,11 +99,18 @@ class SpeculativeConfig:
 
 
 def _check_method(method: object) -> None:
-    known = "'ngram' (the text itself is looked up) or 'draft_model' (a smaller model guesses)"
-    _check(method in ("ngram", "draft_model"), f"method must be {known}, is {method!r:.80}")
+    known = (
+        "'ngram' (the text itself is looked up), 'draft_model' (a smaller model guesses) or 'eagle3' (a head of the "
+        "model guesses)"
+    )
+    _check(isinstance(method, str) and method in _MODEL_OF, f"method must be {known}, is {method!r:.80}")
 
 
-_MODEL = {True: "name the draft model: a folder, a .gguf file or a hub id", False: "be empty with the method 'ngram'"}
+_MODEL_OF = {
+    "ngram": "be empty with the method 'ngram'",
+    "draft_model": "name the draft model: a folder, a .gguf file or a hub id",
+    "eagle3": "name the EAGLE-3 head: a folder or a hub id",
+}
 EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
 
 

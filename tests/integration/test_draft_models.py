@@ -206,7 +206,7 @@ def test_a_vocabulary_of_another_size(tmp_path: Path, own_size: int) -> None:
 def test_numbers_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft model with broken weights guesses wrong, and nothing else."""
     engine = make_engine(tmp_path, CONFIG)
-    draft_model = engine.executor._worker.draft_model
+    draft_model = engine.executor._worker.drafter
     assert draft_model is not None
     model = draft_model._model
     compute = model.compute_logits
@@ -329,7 +329,7 @@ def test_both_pools_share_the_memory_for_kv(tmp_path: Path) -> None:
     plain, drafting = make_engine(tmp_path, None, **sizes), make_engine(tmp_path, SMALLER, **sizes)
     num_blocks = drafting.executor.kv_shape.num_blocks
     assert num_blocks == plain.executor.kv_shape.num_blocks * 2 // 3, "the draft model has one layer, the model two"
-    draft_model = drafting.executor._worker.draft_model
+    draft_model = drafting.executor._worker.drafter
     assert draft_model is not None
     assert draft_model._runner is not None
     assert draft_model._runner._kv_pool.shape[1] == num_blocks

@@ -92,7 +92,7 @@ def test_the_pool_leaves_room_for_the_draft_models(gpu: PretendGpu, tmp_path: Pa
     guessing = guessing_with(tmp_path / "draft", CONFIG | {"num_hidden_layers": 5, "vocab_size": 70})
     sizes = {"num_kv_blocks": 0, "gpu_memory_utilization": UTILIZATION, "max_num_seqs": 16}
     engine = make_engine(tmp_path, CONFIG, speculative_config=guessing, **sizes)
-    draft_model = engine.executor._worker.draft_model
+    draft_model = engine.executor._worker.drafter
     assert draft_model is not None
     assert draft_model._runner is not None
     assert draft_model._runner._kv_pool.shape[1] == engine.executor.kv_shape.num_blocks

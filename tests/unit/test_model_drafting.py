@@ -52,7 +52,7 @@ def plan(drafting: ModelDrafting, seq: Sequence, num_wanted: int = 3, num_left: 
 
 def step(drafting: ModelDrafting, seq: Sequence, num_right: int, num_wanted: int = 3) -> Plan:
     """A step in which the first `num_right` guesses are right."""
-    drafting.begin()
+    drafting.begin([])
     planned = plan(drafting, seq, num_wanted)
     seq.num_computed_tokens = len(seq) + num_right
     seq.token_ids.extend([9] * (1 + num_right))
@@ -74,14 +74,14 @@ def test_a_step_reads_no_more_than_it_may() -> None:
     manager = blocks()
     drafting = ModelDrafting(config_of(catch_up=12), manager)
     first, second, third = (decoding(manager, [number] * length, number) for number, length in enumerate((7, 20, 5)))
-    drafting.begin()
+    drafting.begin([])
     assert [plan(drafting, seq) for seq in (first, second, third)] == [(0, 7, 3), (0, 4, 0), None]
-    drafting.begin()
+    drafting.begin([])
     assert plan(drafting, second) == (4, 16, 0)
-    drafting.begin()
+    drafting.begin([])
     assert plan(drafting, second) == (16, 20, 3)
     assert plan(drafting, third) == (0, 5, 3)
-    drafting.begin()
+    drafting.begin([])
     exact = decoding(manager, [7] * 12, 4)
     assert plan(drafting, exact) == (0, 12, 3)
 
@@ -89,11 +89,11 @@ def test_a_step_reads_no_more_than_it_may() -> None:
 def test_nothing_is_read_for_an_answer_that_ends_before_the_first_guess() -> None:
     manager = blocks()
     drafting, seq = ModelDrafting(config_of(catch_up=12), manager), decoding(manager, [7] * 30)
-    drafting.begin()
+    drafting.begin([])
     assert plan(drafting, seq, num_left=3) is None, "the third step gives the last token: there is nothing to guess"
     assert plan(drafting, seq, num_left=4) == (0, 12, 0)
     drafting = ModelDrafting(config_of(catch_up=12, model_len=32), manager)
-    drafting.begin()
+    drafting.begin([])
     assert plan(drafting, decoding(manager, [8] * 30, 1)) is None, "nor before the draft model's positions end"
 
 
@@ -103,7 +103,7 @@ def test_a_sequence_is_read_in_whole_blocks() -> None:
     drafting = ModelDrafting(config_of(catch_up=15), manager)
     first, second = decoding(manager, tokens), decoding(manager, [*tokens[:38], 90, 91], 1)
     assert first.block_table[:9] == second.block_table[:9]
-    drafting.begin()
+    drafting.begin([])
     assert plan(drafting, first) == (0, 12, 0)
     assert plan(drafting, second) is None, "three tokens are less than a block"
 
@@ -112,12 +112,12 @@ def test_no_guesses_where_positions_or_blocks_end() -> None:
     manager = blocks(4)
     drafting, seq = ModelDrafting(config_of(model_len=18), manager), decoding(manager, [*range(14)])
     assert len(seq.block_table) == 4
-    drafting.begin()
+    drafting.begin([])
     assert plan(drafting, seq) is None, "three guesses need a fifth block"
     assert plan(drafting, seq, 2) == (0, 14, 2)
     drafting.settle(seq)
     drafting = ModelDrafting(config_of(model_len=15), manager)
-    drafting.begin()
+    drafting.begin([])
     assert plan(drafting, seq) == (13, 14, 1)
     seq.token_ids.append(9)
     assert plan(drafting, seq) is None
@@ -128,12 +128,12 @@ def test_what_it_has_read_for_one_sequence_serves_others() -> None:
     drafting, tokens = ModelDrafting(config_of(), manager), [*range(20)]
     seq = decoding(manager, tokens)
     step(drafting, seq, 0)
-    drafting.begin()
+    drafting.begin([])
     plan(drafting, seq)
     manager.free(seq)
     again = decoding(manager, [*tokens[:18], 99, 98], 1)
     salted = decoding(manager, [*tokens], 2, salt="other")
-    drafting.begin()
+    drafting.begin([])
     assert plan(drafting, again) == (16, 20, 3)
     assert plan(drafting, salted) == (0, 20, 3)
 
@@ -142,11 +142,11 @@ def test_a_block_that_another_sequence_wrote_to_has_not_been_read() -> None:
     drafting = ModelDrafting(config_of(), blocks())
     first = holding(0, [5, 6, 7], [b"a", b"b"])
     step(drafting, first, 0)
-    drafting.begin()
+    drafting.begin([])
     plan(drafting, first, 1)
-    drafting.begin()
+    drafting.begin([])
     assert plan(drafting, holding(1, [6, 8], [b"c"])) == (0, 5, 3)
-    drafting.begin()
+    drafting.begin([])
     assert plan(drafting, holding(2, [5, 6, 7], [b"a", b"b"])) == (4, 9, 3)
 
 
@@ -154,12 +154,12 @@ def test_a_block_that_guesses_were_written_to_has_not_been_read() -> None:
     drafting = ModelDrafting(config_of(), blocks())
     first = holding(0, [5, 6, 7], [b"a", b"b"])
     step(drafting, first, 0)
-    drafting.begin()
+    drafting.begin([])
     plan(drafting, first, 1)
     other = holding(1, [8, 6], [], num_tokens=3)
-    drafting.begin()
+    drafting.begin([])
     assert plan(drafting, other) == (0, 3, 3), "it also computes the first two guesses, the second one in block 6"
-    drafting.begin()
+    drafting.begin([])
     assert plan(drafting, holding(2, [5, 6, 7], [b"a", b"b"])) == (4, 9, 3)
 
 

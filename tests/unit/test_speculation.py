@@ -147,9 +147,10 @@ def test_the_setting_is_json_with_vllms_words() -> None:
         ({"num_speculative_tokens": 2.5}, "is 2.5"),
         (
             {"num_speculative_tokens": 2, "method": "eagle"},
-            "method must be 'ngram' .* or 'draft_model' .a smaller model guesses., is 'eagle'",
+            "method must be 'ngram' .*, 'draft_model' .a smaller model guesses. or 'eagle3' .*, is 'eagle'",
         ),
-        ({"method": "eagle3", "model": "x", "draft_tensor_parallel_size": 1}, "method must be 'ngram'"),
+        ({"method": "medusa", "model": "x", "draft_tensor_parallel_size": 1}, "method must be 'ngram'"),
+        ({"method": "eagle3", "num_speculative_tokens": 2}, "model must name the EAGLE-3 head: a folder or a hub id"),
         ({"num_speculative_tokens": 2, "prompt_lookup_max": "4"}, r"prompt_lookup_max .* is '4'"),
         ({"num_speculative_tokens": 2, "prompt_lookup_max": 65}, r"in \[1, 64\], is 65"),
         ({"num_speculative_tokens": 2, "prompt_lookup_min": 6}, "at most prompt_lookup_max=5, is 6"),

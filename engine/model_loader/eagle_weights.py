@@ -1,0 +1,73 @@
+"""Loads an EAGLE-3 head: its tensors by the names that our parts have, whatever those of its checkpoint are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from engine.attention import AttentionBackend
+from engine.config import EngineConfig
+from engine.model_loader.folder import safetensors_files
+from engine.model_loader.language_part import Tensors
+from engine.model_loader.loading import parts_of
+from engine.model_loader.weights import DummyWeights, SafetensorsWeights, Weights, open_tensors
+from engine.models.decoder import Decoder
+from engine.models.eagle_config import EagleConfig
+from engine.models.eagle_head import EagleHead
+from engine.models.layer import Features
+
+
+def load_eagle_head(
+    config: EngineConfig, model: Decoder, shape: EagleConfig, backend: AttentionBackend[Any], max_tokens: int
+) -> EagleHead:
+    """Load the head that `config` describes, for `model`, whose hidden states it reads from now on. `max_tokens`: the
+    most tokens of a step of the model. Raises `ValueError` if the head's weights do not fit."""
+    weights = _weights_of(config)
+    embedding_VD = model.embedding_VD
+    head = EagleHead(
+        shape,
+        weights,
+        backend,
+        parts_of(config, config.model.quantization),
+        embedding_VD=embedding_VD,
+        max_model_len=config.model.max_model_len,
+        max_rows=config.scheduler.max_num_batched_tokens,
+    )
+    num_features = len(shape.feature_layers) * shape.feature_size
+    model.features = Features(shape.feature_layers, embedding_VD.new_zeros(max_tokens, num_features))
+    return head
+
+
+def _weights_of(config: EngineConfig) -> Weights:
+    model, device = config.model, config.device.device
+    if config.load.load_format == "dummy":
+        return DummyWeights(config.load.seed, model.dtype, device)
+    return _EagleWeights(model.path, model.dtype, device)
+
+
+class _EagleWeights(SafetensorsWeights):
+    def _open(self, folder: Path, device: str) -> dict[Path, Tensors]:
+        return {path: _Renamed(open_tensors(path, device)) for path in safetensors_files(folder)}
+
+
+class _Renamed:
+    """A file's tensors by their names in a Llama of one layer. Only what a Llama lacks has a name without `model.`."""
+
+    def __init__(self, file: Tensors) -> None:
+        self._file = file
+        self._stored = {own_name(name): name for name in file.keys()}  # noqa: SIM118
+
+    def keys(self) -> Iterable[str]:
+        return self._stored.keys()
+
+    def get_tensor(self, name: str) -> Any:
+        return self._file.get_tensor(self._stored[name])
+
+
+def own_name(name: str) -> str:
+    """Checkpoints call the layer `midlayer` or `layers.0`, and may put `model.` before all names."""
+    name = name.removeprefix("model.")
+    if name.startswith("midlayer."):
+        name = f"layers.0.{name.removeprefix('midlayer.')}"
+    return f"model.{name}" if name.startswith(("layers.", "embed_tokens.")) else name

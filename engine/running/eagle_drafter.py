@@ -1,0 +1,161 @@
+"""An EAGLE-3 head beside the model: reads what each step computes, and guesses before the next one.
+
+    made ──> measured (GPU) ──start──> read, with each step of the model ──> draft, before each step that it guesses for
+
+    a step   the model computes tokens 0 1 2 3, and leaves their hidden states
+    read     the head's keys and values of 0 1 2 3, each with the feature of the token before it
+    draft    token 4, which the step sampled, with the feature of 3: guesses 5
+             5, with what the head's layer gave for 4: guesses 6
+
+Owns the head, the features of the last step, and a runner for rounds of guesses. The head's keys and values are the
+last layer of the engine's pool, so blocks that come from another engine, the prefix cache or host memory have them.
+Where a sequence continues from such blocks, the feature before its first token is missing, and counts as zeros: nothing
+but guesses may be worse for it.
+
+Shapes: T tokens, D hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.attention import AttentionBackend, create_attention_backend
+from engine.config import EngineConfig
+from engine.kv_cache import allocate_kv_pool
+from engine.kv_shape import KVCacheShape, kv_cache_shape
+from engine.model_loader.eagle_weights import load_eagle_head
+from engine.models.decoder import Decoder
+from engine.models.eagle_head import EagleHead
+from engine.models.model import Model
+from engine.running.draft_rounds import Followed, run_rounds
+from engine.running.input_batch import InputBatch
+from engine.running.model_runner import ModelRunner
+from engine.running.pool_size import measured_steps
+from engine.running.warm_up import warm_up
+from engine.sampling.sampled_tokens import SampledTokens
+from engine.scheduling.sequence import DraftPart, SchedulerOutput
+from engine.step_input import StepInput
+from engine.to_device import to_device
+
+NO_FEATURE = 0
+"""Row of zeros, before those of the last step and of this one."""
+
+
+class EagleDrafter:
+    """Used only by the stepping thread. Raises `ValueError` if the weights do not fit the config."""
+
+    def __init__(self, config: EngineConfig, model: Model) -> None:
+        """`config`: the engine's."""
+        assert config.draft is not None
+        assert config.eagle is not None
+        assert isinstance(model, Decoder), "the configuration has seen to it"
+        self._config = config.draft
+        backend = create_attention_backend(config.draft)
+        assert isinstance(backend, AttentionBackend)
+        self._backend: AttentionBackend[Any] = backend
+        self._model = model
+        max_tokens = config.scheduler.max_num_batched_tokens
+        self._head = load_eagle_head(config.draft, model, config.eagle, backend, max_tokens)
+        self._runner: ModelRunner | None = None
+        self._features_TD = self._head.features_TD[:0]
+        """Of the last step."""
+        self._rows_of: dict[int, range] = {}
+        """By `seq_id`: the rows of the sequence's tokens in `_features_TD`."""
+        self._first_of: dict[int, int] = {}
+        """By `seq_id`: the position of the first of these tokens."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that a block takes outside the engine's pool: none."""
+        return 0
+
+    def start(self, kv_pool: torch.Tensor) -> None:
+        """Guess over the engine's pool from now on, and warm up a GPU."""
+        of_head = kv_pool[-1:]
+        self._runner = self._make_runner(of_head)
+        if self._config.device.device != "cpu":
+            warm_up(self._config, self._runner, of_head)
+
+    def run_largest_steps(self) -> int:
+        """See `DraftModel.run_largest_steps`."""
+        num_blocks, steps = measured_steps(self._config)
+        runner = self._make_runner(allocate_kv_pool(self._shape(num_blocks), self._config.device.device))
+        torch.cuda.empty_cache()
+        of_others = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        kept_bytes = runner.record_largest_decode_step()
+        for step in steps:
+            runner.launch(step, runner.prepare(step)).wait()
+        return max(0, kept_bytes - of_others)
+
+    def read(self, output: SchedulerOutput, step: StepInput, batch: InputBatch, kv: torch.Tensor) -> None:
+        """The model has computed a step: write the head's keys and values of its tokens to `kv`, the pool's last
+        layer, and keep the features."""
+        features = self._model.features
+        assert features is not None
+        num_tokens = len(step.token_ids)
+        now_TD = self._head.fused(features.of_step(num_tokens))
+        num_earlier = len(self._features_TD)
+        before_T = np.arange(num_tokens) + num_earlier  # the row before each, beside a row of zeros
+        rows_of, start = {}, 0
+        for item in output.scheduled:
+            before_T[start] = self._row_of(item.seq.seq_id, item.first - 1)
+            rows_of[item.seq.seq_id] = range(start, start + item.num_new_tokens)
+            start += item.num_new_tokens
+        all_TD = torch.cat((now_TD.new_zeros(1, now_TD.shape[1]), self._features_TD, now_TD))
+        before_TD = all_TD[to_device(before_T, now_TD.device)]
+        plan = self._backend.prepare(step.layout)
+        self._head.read(batch.token_ids, batch.positions, before_TD, plan, kv)
+        self._features_TD, self._rows_of = now_TD, rows_of
+        self._first_of = {item.seq.seq_id: item.first for item in output.scheduled}
+
+    @torch.inference_mode()
+    def draft(self, parts: list[DraftPart]) -> list[list[int]]:
+        """Do the parts. Returns the guesses of each: `num_drafts` token ids, or fewer if a grammar ends the answer;
+        none if the last step did not compute the token before the last one."""
+        assert self._runner is not None
+        followed = [Followed(part, reads_pairs_apart=False) for part in parts]
+        rows = [self._row_of(part.seq.seq_id, part.first - 1) for part in parts]
+        row_of = {each: row - 1 for each, row in zip(followed, rows, strict=True) if row != NO_FEATURE}
+        if row_of:
+            rounds = _Rounds(self._head, self._runner, self._features_TD, row_of)
+            run_rounds(list(row_of), rounds.launch, self._config.model.eos_token_ids)
+        return [each.guesses for each in followed]
+
+    def _row_of(self, seq_id: int, position: int) -> int:
+        """The row of a token's feature, behind one of zeros; NO_FEATURE if the last step did not compute it."""
+        rows = self._rows_of.get(seq_id, range(0))
+        index = position - self._first_of.get(seq_id, 0)
+        return 1 + rows[index] if 0 <= index < len(rows) else NO_FEATURE
+
+    def _make_runner(self, kv_pool: torch.Tensor) -> ModelRunner:
+        return ModelRunner(self._config, self._head, self._backend, kv_pool, None)
+
+    def _shape(self, num_blocks: int) -> KVCacheShape:
+        cache = self._config.cache
+        return kv_cache_shape(
+            self._config.model, num_blocks=num_blocks, block_size=cache.block_size, kv_dtype=cache.kv_dtype
+        )
+
+
+class _Rounds:
+    """Rounds of guesses: the first reads features of the model's step, each other one what the round before left."""
+
+    def __init__(
+        self, head: EagleHead, runner: ModelRunner, features_TD: torch.Tensor, row_of: dict[Followed, int]
+    ) -> None:
+        self._head = head
+        self._runner = runner
+        self._features_TD = features_TD
+        self._row_of = row_of
+
+    def launch(self, followed: list[Followed]) -> SampledTokens:
+        rows = np.array([self._row_of[each] for each in followed])
+        self._head.features_TD[: len(rows)] = self._features_TD[to_device(rows, self._features_TD.device)]
+        step = SchedulerOutput([each.next_item() for each in followed], [])
+        tokens = self._runner.launch(step, self._runner.prepare(step))
+        self._features_TD = self._head.outputs_TD
+        self._row_of = {each: row for row, each in enumerate(followed)}
+        return tokens

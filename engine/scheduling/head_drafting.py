@@ -1,0 +1,36 @@
+"""Decides what an EAGLE-3 head computes before a step. Integers only, no torch.
+
+    a decoding sequence ──plan──> DraftPart ──the head guesses──> drafts of the step
+
+A head has nothing to catch up with: each step of the model also writes the head's keys and values of all its tokens, as
+one more layer (engine/running/eagle_drafter.py). So they are wherever the model's are, whoever computed them.
+"""
+
+from __future__ import annotations
+
+from engine.config import SchedulerConfig
+from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.sequence import DraftPart, ScheduledSequence, Sequence
+
+
+class HeadDrafting:
+    """One per scheduler. Owns nothing: the sequence owns the blocks of its drafts."""
+
+    def __init__(self, config: SchedulerConfig, block_manager: BlockManager) -> None:
+        self._max_model_len = config.draft_model_len
+        self._block_manager = block_manager
+
+    def begin(self, decoding: list[ScheduledSequence]) -> list[ScheduledSequence]:
+        """See `ModelDrafting.begin`: any order will do."""
+        return decoding
+
+    def plan(self, seq: Sequence, num_wanted: int, num_left: int) -> DraftPart | None:
+        """See `ModelDrafting.plan`."""
+        num_wanted = min(num_wanted, num_left - 1, self._max_model_len - len(seq))
+        if num_wanted < 1 or not self._block_manager.can_append(seq, num_drafts=num_wanted):
+            return None
+        self._block_manager.append(seq, num_wanted)
+        return DraftPart(seq, len(seq) - 1, len(seq), num_wanted)
+
+    def settle(self, seq: Sequence) -> None:
+        """See `ModelDrafting.settle`: the head's keys and values go with the model's."""

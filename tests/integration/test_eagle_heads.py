@@ -1,0 +1,214 @@
+"""EAGLE-3 heads: what they guess, where their keys and values come from, and that no token depends on them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from eagle_cases import (
+    HEAD,
+    MODEL,
+    ReferenceHead,
+    load_causal_lm,
+    write_random_head,
+    write_random_model,
+    write_ring,
+    write_ring_head,
+)
+from handover import alone, finish, handed_over
+from many_endings import BUDGETS, answers_of, prompt_of
+from safetensors.torch import load_file
+
+from engine.engine_args import EngineArgs
+from engine.llm_engine import LLMEngine
+from engine.model_loader import create_engine_config
+from engine.sampling_params import SamplingParams
+from engine.scheduling.sequence import DraftPart
+from engine.scheduling.speculation import DraftHistory
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+DRAWN = SamplingParams(temperature=1.0, seed=7, max_tokens=30, ignore_eos=True)
+Drafts = list[tuple[list[int], list[int]]]
+"""Texts, and the guesses after each."""
+CPU = {"dtype": "bfloat16", "attention_backend": "cpu"}
+PLAIN = {"dtype": "float32", "attention_backend": "torch"}
+
+
+def folder_of(path: Path, config: dict[str, Any]) -> Path:
+    """For made-up weights."""
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def make_engine(model: Path, head: Path | None, *, num_drafts: int = 4, **settings: Any) -> LLMEngine:
+    speculation = ""
+    if head is not None:
+        speculation = json.dumps({"method": "eagle3", "model": str(head), "num_speculative_tokens": num_drafts})
+    defaults: dict[str, Any] = {
+        "device": "cpu", "num_threads": 1, "block_size": 16, "num_kv_blocks": 72, "max_num_seqs": 16, "max_itl_ms": 0.0,
+    }  # fmt: skip
+    args = EngineArgs(model=str(model), **{"speculative_config": speculation} | defaults | settings)
+    return LLMEngine(create_engine_config(args))
+
+
+def num_wrong(engine: LLMEngine) -> int:
+    return engine.stats.num_draft_tokens - engine.stats.num_accepted_tokens
+
+
+def drafted(engine: LLMEngine) -> Drafts:
+    """Collects, for each draft from now on, the sequence's tokens and the guesses."""
+    collected: Drafts = []
+    draft = engine.executor.draft
+
+    def collecting(parts: list[DraftPart]) -> list[list[int]]:
+        texts = [list(part.seq.token_ids) for part in parts]
+        guessed = draft(parts)
+        collected.extend(zip(texts, guessed, strict=True))
+        return guessed
+
+    engine.executor.draft = collecting  # type: ignore[method-assign]
+    return collected
+
+
+@pytest.fixture
+def always_guessing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after wrong guesses."""
+    monkeypatch.setattr(DraftHistory, "num_wanted", lambda self, length: 3)
+
+
+# -- what they guess --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", [CPU, PLAIN], ids=["cpu", "torch"])
+@pytest.mark.parametrize("num_drafts", [1, 3, 5])
+def test_a_head_that_knows_the_answer_is_always_right(tmp_path: Path, backend: dict[str, Any], num_drafts: int) -> None:
+    ring, head = write_ring(tmp_path / "ring"), write_ring_head(tmp_path / "head")
+    engine = make_engine(ring, head, num_drafts=num_drafts, **backend)
+    assert alone(engine, [3, 4, 5], GREEDY) == list(range(6, 36))
+    assert num_wrong(engine) == 0
+    # Each step gives one token more than guesses; the last token is never guessed.
+    assert engine.stats.num_steps <= 1 + -(-29 // (num_drafts + 1)) + 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"norm_before_residual": True},
+        {"fc_norm": True, "norm_output": True},
+        {"norm_before_fc": True, "draft_vocab_size": 60},
+    ],
+    ids=["authors", "norm_before_residual", "eagle31", "norm_before_fc"],
+)
+@pytest.mark.parametrize("layers", [None, [0, 1, 4, 2]], ids=["default", "given"])
+def test_guesses_are_those_of_the_reference(tmp_path: Path, fields: dict[str, Any], layers: list[int] | None) -> None:
+    """The model's hidden states by transformers, all of the head in float64; prompts in chunks, several sequences."""
+    model = load_causal_lm(write_random_model(tmp_path / "model", num_layers=6))
+    if layers is not None:
+        fields = fields | {"eagle_aux_hidden_state_layer_ids": layers}
+    head = write_random_head(tmp_path / "head", num_features=len(layers or (2, 3, 3)), **fields)
+    config = json.loads((head / "config.json").read_text())
+    reference = ReferenceHead(config, load_file(head / "model.safetensors"), model.model.embed_tokens.weight.detach())
+    engine = make_engine(tmp_path / "model", head, prefill_chunk_tokens=7, num_drafts=3, **PLAIN)
+    collected = drafted(engine)
+    for number in range(4):
+        engine.add_request(str(number), prompt_of(number + 3), replace(GREEDY, max_tokens=24))
+    finish(engine)
+    assert len(collected) > 20
+    for token_ids, guesses in collected:
+        with torch.no_grad():
+            states = model(torch.tensor([token_ids[:-1]]), output_hidden_states=True).hidden_states
+        features_TF = torch.cat([states[layer][0] for layer in layers or (2, 3, 3)], dim=-1)
+        assert guesses == reference.guesses(token_ids, features_TF, len(guesses))
+    assert max(len(guesses) for _, guesses in collected) == 3
+    assert sum(guesses != [] for _, guesses in collected) > 20
+
+
+@pytest.mark.parametrize("backend", [CPU, PLAIN], ids=["cpu", "torch"])
+def test_drawn_guesses_are_right_while_the_ring_is_kept(tmp_path: Path, backend: dict[str, Any]) -> None:
+    ring, head = write_ring(tmp_path / "ring"), write_ring_head(tmp_path / "head")
+    engine, plain = make_engine(ring, head, **backend), make_engine(ring, None, **backend)
+    for seed in range(6):
+        params = replace(DRAWN, seed=seed, max_tokens=60)
+        assert alone(engine, [3, 4, 5], params) == alone(plain, [3, 4, 5], params)
+    assert engine.stats.num_accepted_tokens > 30
+    assert num_wrong(engine) > 10
+
+
+@pytest.mark.parametrize("backend", [CPU, PLAIN], ids=["cpu", "torch"])
+def test_answers_that_end_in_every_way(tmp_path: Path, backend: dict[str, Any]) -> None:
+    """All parameters, in batches, with a pool in which sequences are preempted."""
+    model, head = folder_of(tmp_path / "model", MODEL), folder_of(tmp_path / "head", HEAD)
+    settings = {"load_format": "dummy"} | backend
+    expected = answers_of(make_engine(model, None, **settings), range(24))
+    cramped = make_engine(model, head, num_kv_blocks=14, max_model_len=160, prefill_chunk_tokens=7, **settings)
+    assert answers_of(cramped, range(24)) == expected
+    assert cramped.stats.num_preemptions > 0
+    assert cramped.stats.num_drafts > 20
+
+
+def test_forms_thoughts_and_bad_words_hold_within_guesses(tmp_path: Path) -> None:
+    ring, head = write_ring(tmp_path / "ring", sharpness=4), write_ring_head(tmp_path / "head")
+    engine, plain = make_engine(ring, head, **CPU), make_engine(ring, None, **CPU)
+    for number in (2, 5, 6, 7):
+        params = replace(DRAWN, thinking_budget=BUDGETS[number], bad_words_token_ids=((8, 9), (20,)), max_tokens=60)
+        assert alone(engine, [3, 4, 5], params) == alone(plain, [3, 4, 5], params)
+    assert engine.stats.num_accepted_tokens > 20
+
+
+# -- where keys and values come from ----------------------------------------------------------------------------
+
+
+def test_blocks_of_the_prefix_cache_have_the_heads_keys(tmp_path: Path, always_guessing: None) -> None:
+    """The head reads what it has not computed: with zeros there, its guesses would be others."""
+    model = write_random_model(tmp_path / "model")
+    head = write_random_head(tmp_path / "head")
+    prompt = [(7 * i) % 55 + 5 for i in range(80)]
+    cold, warm = (make_engine(model, head, num_drafts=3, **PLAIN) for _ in range(2))
+    alone(warm, prompt[:70], replace(GREEDY, max_tokens=1))
+    expected, found = drafted(cold), drafted(warm)
+    assert alone(cold, prompt, GREEDY) == alone(warm, prompt, GREEDY)
+    assert warm.stats.num_prefix_hits_tokens == 64
+    assert agreement(found, expected) > 0.9, "one key of 80 has no feature"
+    for block_id in range(72):
+        warm.executor.kv_pool[-1, block_id] = 0
+    again = drafted(warm)
+    alone(warm, prompt, GREEDY)
+    assert agreement(again, expected) < 0.8
+
+
+def test_a_prompt_from_another_engine(tmp_path: Path, always_guessing: None) -> None:
+    """It brings the head's keys and values as those of one more layer."""
+    model, head = write_random_model(tmp_path / "model"), write_random_head(tmp_path / "head")
+    prompt = [(7 * i) % 55 + 5 for i in range(75)]
+    whole, prefill, decode = (make_engine(model, head, num_drafts=3, **PLAIN) for _ in range(3))
+    assert prefill.executor.kv_shape.num_layers == MODEL["num_hidden_layers"] + 1
+    expected, found = drafted(whole), drafted(decode)
+    assert handed_over(prefill, decode, prompt, GREEDY) == alone(whole, prompt, GREEDY)
+    assert found
+    assert agreement(found, expected) > 0.9
+
+
+def test_only_engines_with_the_same_head_exchange_blocks(tmp_path: Path) -> None:
+    ring, head = write_ring(tmp_path / "ring"), write_ring_head(tmp_path / "head")
+    other = write_ring_head(tmp_path / "other", norm_before_residual=True)
+    digests = {make_engine(ring, each, **CPU).config.compat_digest for each in (None, head, other)}
+    assert len(digests) == 3
+    assert make_engine(ring, write_ring_head(tmp_path / "same"), **CPU).config.compat_digest in digests
+
+
+def agreement(found: Drafts, expected: Drafts) -> float:
+    """The share of guesses that are equal, of those after texts for which both have some."""
+    of_text = {tuple(token_ids): guesses for token_ids, guesses in expected}
+    pairs = [
+        (guess, other)
+        for token_ids, guesses in found
+        for guess, other in zip(guesses, of_text.get(tuple(token_ids), []), strict=False)
+    ]
+    assert len(pairs) > 10
+    return sum(guess == other for guess, other in pairs) / len(pairs)
