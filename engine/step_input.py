@@ -27,7 +27,7 @@ from engine.attention import StepLayout
 from engine.scheduling.sequence import PENDING_TOKEN, SchedulerOutput
 
 Integers = NDArray[np.int64]
-_NUM_ARRAYS = 15
+_NUM_ARRAYS = 16
 _HAS_ONE_AXIS = -1
 
 
@@ -56,6 +56,9 @@ class StepInput:
     """[states to load before the step, 1 + blocks] a row, and the blocks that carry its content."""
     saved_states: Integers
     """[states to save after the step, 1 + blocks] likewise."""
+    feature_rows: Integers
+    """[T] where the feature of the token before each is (engine/running/feature_rows.py); shape [0] if no EAGLE-3 head
+    reads the step."""
     has_exports: bool
     """`on_layer_written` is called for each layer of this step."""
 
@@ -119,6 +122,7 @@ class StepInput:
             state_slots=_integers([item.seq.state_slot for item in output.scheduled] if has_states else []),
             loaded_states=_table(loaded),
             saved_states=_table(saved),
+            feature_rows=_integers([]),
             has_exports=bool(output.exports or output.state_exports),
         )
 
@@ -156,6 +160,7 @@ class StepInput:
             layout.query_lens, layout.context_lens, layout.block_tables, layout.slot_mapping,
             self.token_ids, self.positions, self.sample_rows, self.pending_rows, self.rows_before, self.prompt_rows,
             self.begun_blocks, self.adapter_ids, self.state_slots, self.loaded_states, self.saved_states,
+            self.feature_rows,
         )  # fmt: skip
 
 

@@ -56,7 +56,7 @@ def with_eagle_head(config: EngineConfig, args: EngineArgs, folder: Path) -> Eng
     """`folder`: the head's. Its keys and values are one more layer of the pool, so two engines can exchange KV only if
     they have the same head. Raises `ValueError` that says what is wrong with it."""
     model = load_model_shape(config.model.hf_config, args.model_impl)
-    eagle, hf_config = read_eagle_config(folder, model, args.tensor_parallel_size)
+    eagle, hf_config = read_eagle_config(folder, model)
     own_bytes = block_bytes_of(args, config.model, config.cache.kv_dtype, config.device.device)
     num_blocks = num_blocks_in_both(
         args,
@@ -83,6 +83,8 @@ def with_eagle_head(config: EngineConfig, args: EngineArgs, folder: Path) -> Eng
             f"attention_backend must be one that can compute it and the model: {head.device.attention_backend} and "
             f"{config.device.attention_backend} order keys and values differently"
         )
+    # A round is launched before the host knows the guesses of the round before.
+    head = replace(head, scheduler=replace(head.scheduler, async_scheduling=True))
     return replace(
         config,
         model=replace(config.model, num_layers=config.model.num_layers + 1),
@@ -100,6 +102,7 @@ def _draft_config(config: EngineConfig, args: EngineArgs, folder: Path, shape: M
         _draft_args(config, args),
         max_model_len=min(config.model.max_model_len, shape.max_positions),
         max_num_batched_tokens=_catch_up_tokens(config),
+        tensor_parallel_size=1,
         # For rows: a sequence whose last guesses were all right has two tokens to read.
         speculative_config='{"num_speculative_tokens": 1}',
     )
@@ -121,7 +124,6 @@ def _draft_args(config: EngineConfig, args: EngineArgs) -> EngineArgs:
         prefill_chunk_tokens=0,
         prefill_batch_tokens=0,
         async_scheduling=False,
-        tensor_parallel_size=1,
         lora_modules="",
         max_loras=0,
     )

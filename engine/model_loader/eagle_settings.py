@@ -15,14 +15,12 @@ NOT_OUR_DECODER = (
 )
 
 
-def read_eagle_config(folder: Path, model: ModelShape, num_ranks: int) -> tuple[EagleConfig, dict[str, Any]]:
+def read_eagle_config(folder: Path, model: ModelShape) -> tuple[EagleConfig, dict[str, Any]]:
     """Read the config of the head in `folder`: what it means for `model`, and its fields as those of a Llama. Raises
     `ValueError` if the head cannot guess for the model."""
     hf_config = as_llama(read_json(folder / "config.json"))
     if model.model_impl != "tandem":
         raise ValueError(NOT_OUR_DECODER)
-    if num_ranks > 1:
-        raise ValueError(f"with an EAGLE-3 head, tensor_parallel_size must be 1, is {num_ranks}")
     config = EagleConfig.from_hf(hf_config, num_layers=model.num_layers, feature_size=model.hidden_size)
     layer = config.layer
     if layer.vocab_size != model.vocab_size:

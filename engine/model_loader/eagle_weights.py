@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.attention import AttentionBackend
 from engine.config import EngineConfig
@@ -17,25 +18,39 @@ from engine.models.eagle_config import EagleConfig
 from engine.models.eagle_head import EagleHead
 from engine.models.layer import Features
 
+if TYPE_CHECKING:
+    from engine.tensor_parallel.group import RankGroup
+
 
 def load_eagle_head(
-    config: EngineConfig, model: Decoder, shape: EagleConfig, backend: AttentionBackend[Any], max_tokens: int
+    config: EngineConfig,
+    model: Decoder,
+    eagle: EagleConfig,
+    backend: AttentionBackend[Any],
+    max_tokens: int,
+    group: RankGroup | None,
 ) -> EagleHead:
-    """Load the head that `config` describes, for `model`, whose hidden states it reads from now on. `max_tokens`: the
-    most tokens of a step of the model. Raises `ValueError` if the head's weights do not fit."""
-    weights = _weights_of(config)
+    """Load the head that `config` and `eagle` describe, for `model`, whose hidden states it reads from now on.
+    `max_tokens`: the most tokens of a step of the model. `group`: load this rank's share only. Raises `ValueError` if
+    the head's weights do not fit."""
+    weights, parts = _weights_of(config), parts_of(config, config.model.quantization)
+    if group is not None:
+        from engine.tensor_parallel.sharing import shared_out
+
+        layer, weights, parts = shared_out(eagle.layer, weights, parts, group)
+        eagle = replace(eagle, layer=layer)
     embedding_VD = model.embedding_VD
     head = EagleHead(
-        shape,
+        eagle,
         weights,
         backend,
-        parts_of(config, config.model.quantization),
+        parts,
         embedding_VD=embedding_VD,
         max_model_len=config.model.max_model_len,
         max_rows=config.scheduler.max_num_batched_tokens,
     )
-    num_features = len(shape.feature_layers) * shape.feature_size
-    model.features = Features(shape.feature_layers, embedding_VD.new_zeros(max_tokens, num_features))
+    num_features = len(eagle.feature_layers) * eagle.feature_size
+    model.features = Features(eagle.feature_layers, embedding_VD.new_zeros(max_tokens, num_features))
     return head
 
 

@@ -89,10 +89,13 @@ def _check_eagle_head(args: EngineArgs, folder: Path, head_folder: Path) -> None
     if not is_for_our_decoder(hf_config, args.model_impl):
         raise ValueError(NOT_OUR_DECODER)
     model = load_decoder_config(hf_config)
-    read_eagle_config(head_folder, model, args.tensor_parallel_size)
+    eagle, _ = read_eagle_config(head_folder, model)
+    share_of(eagle.layer, args.tensor_parallel_size)
     kv_dtype = kv_dtype_of(args.kv_cache_dtype, dtype_of(args, hf_config))
-    block = kv_cache_shape(model, num_blocks=1, block_size=args.block_size, kv_dtype=kv_dtype)
-    _check_memory_of_both(args, folder, block.block_bytes)
+    own_bytes = block_bytes_of(
+        args, share_of(model, args.tensor_parallel_size), kv_dtype, "cpu" if _is_for_cpu(args) else "cuda"
+    )
+    _check_memory_of_both(args, folder, own_bytes // model.num_layers)
 
 
 def _check_memory_of_both(args: EngineArgs, folder: Path, draft_bytes: int) -> None:

@@ -5,5 +5,6 @@ executor.py               runs steps, here or (tensor_parallel/) also in other p
 worker.py                 one device's model, pool and runner; pool_size.py: how large the pool may be, measured
 model_runner.py           one step: input_batch.py, the model, the sampler
 decode_graphs.py          decoding steps as CUDA graphs; warm_up.py: what the first requests must not wait for
-draft_model.py            a smaller model that guesses; eagle_drafter.py: a head; draft_rounds.py: token after token
+draft_model.py            a smaller model that guesses; draft_rounds.py: token after token
+eagle_drafter.py          a head that guesses; feature_rows.py: where the last step left what it reads
 """

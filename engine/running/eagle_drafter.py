@@ -17,7 +17,9 @@ Shapes: T tokens, D hidden.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -28,9 +30,9 @@ from engine.kv_cache import allocate_kv_pool
 from engine.kv_shape import KVCacheShape, kv_cache_shape
 from engine.model_loader.eagle_weights import load_eagle_head
 from engine.models.decoder import Decoder
-from engine.models.eagle_head import EagleHead
 from engine.models.model import Model
 from engine.running.draft_rounds import Followed, run_rounds
+from engine.running.feature_rows import NO_FEATURE, FeatureRows
 from engine.running.input_batch import InputBatch
 from engine.running.model_runner import ModelRunner
 from engine.running.pool_size import measured_steps
@@ -40,15 +42,15 @@ from engine.scheduling.sequence import DraftPart, SchedulerOutput
 from engine.step_input import StepInput
 from engine.to_device import to_device
 
-NO_FEATURE = 0
-"""Row of zeros, before those of the last step and of this one."""
+if TYPE_CHECKING:
+    from engine.tensor_parallel.group import RankGroup
 
 
 class EagleDrafter:
     """Used only by the stepping thread. Raises `ValueError` if the weights do not fit the config."""
 
-    def __init__(self, config: EngineConfig, model: Model) -> None:
-        """`config`: the engine's."""
+    def __init__(self, config: EngineConfig, model: Model, group: RankGroup | None) -> None:
+        """`config`: the engine's. `group`: see `Worker`."""
         assert config.draft is not None
         assert config.eagle is not None
         assert isinstance(model, Decoder), "the configuration has seen to it"
@@ -57,15 +59,15 @@ class EagleDrafter:
         assert isinstance(backend, AttentionBackend)
         self._backend: AttentionBackend[Any] = backend
         self._model = model
+        self._group = group
         max_tokens = config.scheduler.max_num_batched_tokens
-        self._head = load_eagle_head(config.draft, model, config.eagle, backend, max_tokens)
+        self._head = load_eagle_head(config.draft, model, config.eagle, backend, max_tokens, group)
         self._runner: ModelRunner | None = None
         self._features_TD = self._head.features_TD[:0]
         """Of the last step."""
-        self._rows_of: dict[int, range] = {}
-        """By `seq_id`: the rows of the sequence's tokens in `_features_TD`."""
-        self._first_of: dict[int, int] = {}
-        """By `seq_id`: the position of the first of these tokens."""
+        self._rows = FeatureRows()
+        self.on_round: Callable[[StepInput, bool], None] = lambda step, is_first: None
+        """Called before each round: lets other ranks do the same (`follow_round`)."""
 
     @property
     def block_bytes(self) -> int:
@@ -90,48 +92,60 @@ class EagleDrafter:
             runner.launch(step, runner.prepare(step)).wait()
         return max(0, kept_bytes - of_others)
 
-    def read(self, output: SchedulerOutput, step: StepInput, batch: InputBatch, kv: torch.Tensor) -> None:
+    def prepare(self, output: SchedulerOutput, step: StepInput) -> StepInput:
+        """See `StepReader`."""
+        return replace(step, feature_rows=self._rows.next_step(output))
+
+    def read(self, step: StepInput, batch: InputBatch, kv: torch.Tensor) -> None:
         """The model has computed a step: write the head's keys and values of its tokens to `kv`, the pool's last
         layer, and keep the features."""
         features = self._model.features
         assert features is not None
-        num_tokens = len(step.token_ids)
-        now_TD = self._head.fused(features.of_step(num_tokens))
-        num_earlier = len(self._features_TD)
-        before_T = np.arange(num_tokens) + num_earlier  # the row before each, beside a row of zeros
-        rows_of, start = {}, 0
-        for item in output.scheduled:
-            before_T[start] = self._row_of(item.seq.seq_id, item.first - 1)
-            rows_of[item.seq.seq_id] = range(start, start + item.num_new_tokens)
-            start += item.num_new_tokens
+        now_TD = self._head.fused(features.of_step(len(step.token_ids)))
         all_TD = torch.cat((now_TD.new_zeros(1, now_TD.shape[1]), self._features_TD, now_TD))
-        before_TD = all_TD[to_device(before_T, now_TD.device)]
-        plan = self._backend.prepare(step.layout)
-        self._head.read(batch.token_ids, batch.positions, before_TD, plan, kv)
-        self._features_TD, self._rows_of = now_TD, rows_of
-        self._first_of = {item.seq.seq_id: item.first for item in output.scheduled}
+        before_TD = all_TD[to_device(step.feature_rows, now_TD.device)]
+        self._head.read(batch.token_ids, batch.positions, before_TD, self._backend.prepare(step.layout), kv)
+        self._features_TD = now_TD
 
-    @torch.inference_mode()
     def draft(self, parts: list[DraftPart]) -> list[list[int]]:
         """Do the parts. Returns the guesses of each: `num_drafts` token ids, or fewer if a grammar ends the answer;
         none if the last step did not compute the token before the last one."""
-        assert self._runner is not None
         followed = [Followed(part, reads_pairs_apart=False) for part in parts]
-        rows = [self._row_of(part.seq.seq_id, part.first - 1) for part in parts]
+        rows = [self._rows.find(part.seq.seq_id, part.first - 1) for part in parts]
         row_of = {each: row - 1 for each, row in zip(followed, rows, strict=True) if row != NO_FEATURE}
         if row_of:
-            rounds = _Rounds(self._head, self._runner, self._features_TD, row_of)
-            run_rounds(list(row_of), rounds.launch, self._config.model.eos_token_ids)
+            run_rounds(list(row_of), _Rounds(self, row_of).launch, self._config.model.eos_token_ids)
         return [each.guesses for each in followed]
 
-    def _row_of(self, seq_id: int, position: int) -> int:
-        """The row of a token's feature, behind one of zeros; NO_FEATURE if the last step did not compute it."""
-        rows = self._rows_of.get(seq_id, range(0))
-        index = position - self._first_of.get(seq_id, 0)
-        return 1 + rows[index] if 0 <= index < len(rows) else NO_FEATURE
+    def prepare_round(self, output: SchedulerOutput, rows: list[int]) -> StepInput:
+        """`rows`: of each token's feature, among those of the model's last step, or, after the first round, among those
+        that the round before left."""
+        return replace(self._started.prepare(output), feature_rows=np.array(rows))
+
+    def launch_round(self, output: SchedulerOutput, step: StepInput, *, is_first: bool) -> SampledTokens:
+        """Begin to compute a round of guesses. `step`: the result of `prepare_round`."""
+        self.on_round(step, is_first)
+        self._give_features(step, is_first=is_first)
+        return self._started.launch(output, step)
+
+    def follow_round(self, step: StepInput, *, is_first: bool) -> None:
+        """Do what `launch_round` does on a rank that does not sample."""
+        self._give_features(step, is_first=is_first)
+        self._started.follow(step)
+
+    @torch.inference_mode()
+    def _give_features(self, step: StepInput, *, is_first: bool) -> None:
+        source_TD = self._features_TD if is_first else self._head.outputs_TD
+        rows = to_device(step.feature_rows, source_TD.device)
+        self._head.features_TD[: len(rows)] = source_TD[rows]
+
+    @property
+    def _started(self) -> ModelRunner:
+        assert self._runner is not None
+        return self._runner
 
     def _make_runner(self, kv_pool: torch.Tensor) -> ModelRunner:
-        return ModelRunner(self._config, self._head, self._backend, kv_pool, None)
+        return ModelRunner(self._config, self._head, self._backend, kv_pool, None, self._group)
 
     def _shape(self, num_blocks: int) -> KVCacheShape:
         cache = self._config.cache
@@ -143,19 +157,15 @@ class EagleDrafter:
 class _Rounds:
     """Rounds of guesses: the first reads features of the model's step, each other one what the round before left."""
 
-    def __init__(
-        self, head: EagleHead, runner: ModelRunner, features_TD: torch.Tensor, row_of: dict[Followed, int]
-    ) -> None:
-        self._head = head
-        self._runner = runner
-        self._features_TD = features_TD
+    def __init__(self, drafter: EagleDrafter, row_of: dict[Followed, int]) -> None:
+        self._drafter = drafter
         self._row_of = row_of
+        self._is_first = True
 
     def launch(self, followed: list[Followed]) -> SampledTokens:
-        rows = np.array([self._row_of[each] for each in followed])
-        self._head.features_TD[: len(rows)] = self._features_TD[to_device(rows, self._features_TD.device)]
-        step = SchedulerOutput([each.next_item() for each in followed], [])
-        tokens = self._runner.launch(step, self._runner.prepare(step))
-        self._features_TD = self._head.outputs_TD
+        output = SchedulerOutput([each.next_item() for each in followed], [])
+        step = self._drafter.prepare_round(output, [self._row_of[each] for each in followed])
+        tokens = self._drafter.launch_round(output, step, is_first=self._is_first)
         self._row_of = {each: row for row, each in enumerate(followed)}
+        self._is_first = False
         return tokens

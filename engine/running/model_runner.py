@@ -50,7 +50,10 @@ class Computed(NamedTuple):
 class StepReader(Protocol):
     """What reads each step beside the model (engine/running/eagle_drafter.py)."""
 
-    def read(self, output: SchedulerOutput, step: StepInput, batch: InputBatch, kv: torch.Tensor) -> None:
+    def prepare(self, output: SchedulerOutput, step: StepInput) -> StepInput:
+        """Add what `read` needs to the input of the step that is launched next."""
+
+    def read(self, step: StepInput, batch: InputBatch, kv: torch.Tensor) -> None:
         """The model has computed a step: write what this keeps of its tokens to `kv`, one layer of the pool."""
 
 
@@ -98,20 +101,16 @@ class ModelRunner:
 
     def prepare(self, output: SchedulerOutput) -> StepInput:
         """Build the input of the step that is launched next."""
-        return StepInput.of(
+        step = StepInput.of(
             output, self._block_size, self._row_of, self._max_tokens_read_again, has_states=self._states is not None
         )
+        return step if self._reader is None else self._reader.prepare(output, step)
 
     @torch.inference_mode()
     def launch(self, output: SchedulerOutput, step: StepInput) -> SampledTokens:
         """Begin to compute a step. The previous step may still be running, and this one may continue from its tokens.
         `step`: the result of `prepare(output)`."""
-        on_layer = self._layer_callback(output)
-        batch, logits, logits_of_prompts = self.compute(step, on_layer)
-        if self._reader is not None:
-            self._reader.read(output, step, batch, self._kv_pool[-1])
-            if on_layer is not None:
-                on_layer(len(self._kv_pool) - 1)
+        batch, logits, logits_of_prompts = self.compute(step, self._layer_callback(output))
         self._tell_of_states(output)
         of_prompts = prompt_logprobs(output, logits_of_prompts)
         token_ids = logprobs = None
@@ -142,13 +141,16 @@ class ModelRunner:
             assert self._states is not None
             self._states.load(self._kv_pool, slot, block_ids)
         if self._graphs is not None and not step.has_exports and self._graphs.can_run(step):
-            return Computed(batch, self._graphs.run(step, batch), iter(()))
+            logits = self._graphs.run(step, batch)
+            self._let_read(step, batch, on_layer)
+            return Computed(batch, logits, iter(()))
         if self._model.adapters is not None:
             self._model.adapters.assign(step.adapter_ids)
         if self._states is not None:
             self._states.assign(step.layout.query_lens, step.layout.context_lens, step.state_slots)
         plan = self._backend.prepare(step.layout)
         x_TD = self._model.forward(batch.token_ids, batch.positions, plan, self._kv_pool, on_layer)
+        self._let_read(step, batch, on_layer)
         for slot, *block_ids in step.saved_states.tolist():
             assert self._states is not None
             self._states.save(self._kv_pool, slot, block_ids)
@@ -157,6 +159,13 @@ class ModelRunner:
             return Computed(batch, None, of_prompts)
         x_RD = x_TD if batch.sample_rows is None else x_TD[batch.sample_rows]
         return Computed(batch, self._model.compute_logits(x_RD), of_prompts)
+
+    def _let_read(self, step: StepInput, batch: InputBatch, on_layer: OnLayer | None) -> None:
+        if self._reader is None:
+            return
+        self._reader.read(step, batch, self._kv_pool[-1])
+        if on_layer is not None:
+            on_layer(len(self._kv_pool) - 1)
 
     def close(self) -> None:
         """Free the recorded steps. No launch may follow."""

@@ -102,12 +102,12 @@ def _load(config: EngineConfig, backend: PagedBackend[Any], group: RankGroup | N
 
 
 def _load_drafter(config: EngineConfig, model: Model, group: RankGroup | None) -> DraftModel | EagleDrafter | None:
-    """Returns None if there is none, or if rank 0 has it: it guesses for all ranks."""
-    if config.draft is None or (group is not None and group.rank):
+    """Returns None if there is none, or if rank 0 has it: a draft model guesses there for all ranks."""
+    if config.draft is None or (config.eagle is None and group is not None and group.rank):
         return None
     with naming_the_draft_model(), torch.inference_mode():
         if config.eagle is not None:
-            return EagleDrafter(config, model)
+            return EagleDrafter(config, model, group)
         return DraftModel(config.draft, config.model.vocab_size)
 
 

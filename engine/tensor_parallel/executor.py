@@ -16,12 +16,13 @@ from engine.kv_memory import KVMemory
 from engine.kv_shape import KVCacheShape
 from engine.lora.adapters import ReadAdapter
 from engine.lora.modules import LoRAModule
+from engine.running.eagle_drafter import EagleDrafter
 from engine.running.executor import Executor, RankLost
 from engine.running.host_copies import HostCopies
 from engine.running.worker import Worker
 from engine.sampling.sampled_tokens import SampledTokens
 from engine.scheduling.offloading import BlockCopy
-from engine.scheduling.sequence import BlockExport, OnLayerWritten, SchedulerOutput
+from engine.scheduling.sequence import BlockExport, DraftPart, OnLayerWritten, SchedulerOutput
 from engine.tensor_parallel.group import RankGroup
 from engine.tensor_parallel.rank_adapters import RankAdapters
 from engine.tensor_parallel.rank_copies import RankCopies
@@ -50,6 +51,8 @@ class TensorParallelExecutor(Executor):
             with nullcontext() if device == "cpu" else self._ranks.ending_with_them():
                 group = RankGroup(0, self._num_ranks, device, self._ranks.meeting_file)
                 self._worker = Worker(config, told, self._allocate, group)
+            if isinstance(self._worker.drafter, EagleDrafter):
+                self._worker.drafter.on_round = self._ranks.tell_round
             self._host_copies = self._make_host_copies(config)
             self._watch = self._ranks.watch(group.abort)
         except BaseException as error:
@@ -71,6 +74,12 @@ class TensorParallelExecutor(Executor):
     @property
     def rank_pids(self) -> list[int]:
         return self._ranks.pids
+
+    def draft(self, parts: list[DraftPart]) -> list[list[int]]:
+        """Raises `RankLost` where a rank has ended."""
+        assert self._watch is not None
+        with self._watch.launching():
+            return super().draft(parts)
 
     def launch(self, output: SchedulerOutput) -> SampledTokens:
         """Raises `RankLost` where a rank has ended."""

@@ -29,13 +29,14 @@ from engine.config import EngineConfig
 from engine.kv_cache import KV_DTYPES
 from engine.kv_memory import KVMemory
 from engine.kv_shape import KVCacheShape
+from engine.running.eagle_drafter import EagleDrafter
 from engine.running.host_copies import HostCopies, num_host_blocks
 from engine.running.worker import Worker
 from engine.step_input import StepInput
 from engine.tensor_parallel.group import RankGroup
 from engine.tensor_parallel.rank_adapters import FollowedAdapters
 from engine.tensor_parallel.rank_copies import follow_copies
-from engine.tensor_parallel.rank_processes import CHANGE, CONFIG, HERE, STEP
+from engine.tensor_parallel.rank_processes import CHANGE, CONFIG, FIRST_ROUND, HERE, ROUND, STEP
 
 PR_SET_PDEATHSIG = 1
 """From linux/prctl.h."""
@@ -85,6 +86,9 @@ def run_rank(
         kind, told = message[:1], memoryview(message)[1:]
         if kind == STEP:
             worker.runner.follow(StepInput.from_bytes(told))
+        elif kind in (FIRST_ROUND, ROUND):
+            assert isinstance(worker.drafter, EagleDrafter)
+            worker.drafter.follow_round(StepInput.from_bytes(told), is_first=kind == FIRST_ROUND)
         else:
             assert kind == CHANGE
             assert adapters is not None

@@ -46,8 +46,9 @@ this."""
 WATCH_S = 1.0
 """Interval of checking the ranks while all load."""
 CONFIG = TypeAdapter(EngineConfig)
-STEP, CHANGE = b"s", b"a"
-"""First byte of a message after the initial ones: a step, or a change of an adapter before the next step."""
+STEP, FIRST_ROUND, ROUND, CHANGE = b"s", b"f", b"r", b"a"
+"""First byte of a message after the initial ones: a step, a round of guesses before it (the first, or a later one), or
+a change of an adapter before the next step."""
 
 
 class RankProcesses:
@@ -91,6 +92,10 @@ class RankProcesses:
     def tell(self, step: StepInput) -> None:
         """Send the next step to compute. Raises `RankLost`."""
         self._send(STEP + step.to_bytes())
+
+    def tell_round(self, step: StepInput, is_first: bool) -> None:
+        """Send the next round of guesses (`EagleDrafter.on_round`). Raises `RankLost`."""
+        self._send((FIRST_ROUND if is_first else ROUND) + step.to_bytes())
 
     def tell_change(self, change: bytes) -> None:
         """Send an adapter's change, before the next step (rank_adapters.py). Raises `RankLost`."""

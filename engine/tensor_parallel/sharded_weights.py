@@ -63,6 +63,9 @@ class ShardedWeights(Weights):
         num_outputs, num_inputs = cut.whole(shape)
         return part_of(self._whole.take_product(name, (num_outputs, num_inputs)), cut.axis, cut.part(shape))
 
+    def take_integers(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return self._whole.take_integers(name, shape)
+
     def has(self, name: str) -> bool:
         return self._whole.has(name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,26 @@ def test_only_engines_with_the_same_head_exchange_blocks(tmp_path: Path) -> None
     digests = {make_engine(ring, each, **CPU).config.compat_digest for each in (None, head, other)}
     assert len(digests) == 3
     assert make_engine(ring, write_ring_head(tmp_path / "same"), **CPU).config.compat_digest in digests
+
+
+@pytest.mark.parametrize("backend", [CPU, PLAIN], ids=["cpu", "torch"])
+def test_all_ranks_guess_together(tmp_path: Path, backend: dict[str, Any]) -> None:
+    ring, head = write_ring(tmp_path / "ring"), write_ring_head(tmp_path / "head")
+    with closing(make_engine(ring, head, tensor_parallel_size=2, **backend)) as engine:
+        assert alone(engine, [3, 4, 5], GREEDY) == list(range(6, 36))
+        assert num_wrong(engine) == 0
+        assert engine.stats.num_steps < 10
+
+
+def test_ranks_guess_what_one_rank_guesses(tmp_path: Path, always_guessing: None) -> None:
+    model, head = write_random_model(tmp_path / "model"), write_random_head(tmp_path / "head")
+    alone_engine = make_engine(model, head, num_drafts=3, **PLAIN)
+    expected = drafted(alone_engine)
+    tokens = alone(alone_engine, prompt_of(11), GREEDY)
+    with closing(make_engine(model, head, num_drafts=3, tensor_parallel_size=2, **PLAIN)) as engine:
+        found = drafted(engine)
+        assert alone(engine, prompt_of(11), GREEDY) == tokens
+    assert agreement(found, expected) == 1.0
 
 
 def agreement(found: Drafts, expected: Drafts) -> float:
