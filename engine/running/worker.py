@@ -128,7 +128,8 @@ def _shape_of_pool(
     def run_steps(shape: KVCacheShape, steps: list[SchedulerOutput]) -> int:
         runner = make_runner(allocate_kv_pool(shape, config.device.device), None)
         kept_bytes = runner.record_largest_decode_step()
-        for step in steps:
+        # The largest twice: a head keeps the features of the step before.
+        for step in [*steps, *steps[-1:]]:
             runner.launch(step, runner.prepare(step)).wait()
         return kept_bytes + (0 if drafter is None else drafter.run_largest_steps())
 

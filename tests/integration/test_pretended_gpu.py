@@ -105,6 +105,25 @@ def test_the_pool_leaves_room_for_the_draft_models(gpu: PretendGpu, tmp_path: Pa
     assert 0.95 * UTILIZATION * TOTAL_BYTES < torch.cuda.max_memory_allocated() <= UTILIZATION * TOTAL_BYTES
 
 
+def test_an_eagle_head_beside_the_model(gpu: PretendGpu, tmp_path: Path, expected: Answers) -> None:
+    """The pool has one more layer, and what the head needs in a step is measured."""
+    head = CONFIG | {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 40}
+    head |= {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head" / "config.json").write_text(json.dumps(head))
+    guessing = json.dumps({"method": "eagle3", "model": str(tmp_path / "head"), "num_speculative_tokens": 3})
+    sizes = {"num_kv_blocks": 0, "gpu_memory_utilization": UTILIZATION, "max_num_seqs": 16, "prefill_chunk_tokens": 8}
+    engine = make_engine(tmp_path, CONFIG, speculative_config=guessing, **sizes)
+    assert engine.executor.kv_shape.num_layers == CONFIG["num_hidden_layers"] + 1
+    assert answers_of(engine, NUMBERS) == expected
+    assert engine.stats.num_drafts > 10
+    torch.cuda.reset_peak_memory_stats()
+    runner = engine.executor._worker.runner
+    for step in measured_steps(engine.config)[1]:
+        runner.launch(step, runner.prepare(step)).wait()
+    assert 0.95 * UTILIZATION * TOTAL_BYTES < torch.cuda.max_memory_allocated() <= UTILIZATION * TOTAL_BYTES
+
+
 def test_a_long_context_is_in_the_measurement(gpu: PretendGpu, tmp_path: Path) -> None:
     """Plain torch gathers the context's KV, which takes more memory than anything else in a step of few tokens."""
     settings = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 8192, "num_kv_blocks": 0}

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from deepseek_cases import GREEDY
+from eagle_cases import write_ring, write_ring_head
 from handover import alone
 from pretend_gpu import PretendGpu, pretend_gpu
 from pretend_gpu.engines import GUESSING, IN_TURN, REPEATING, SMALL, make_engine
@@ -101,6 +102,32 @@ def test_the_rounds_of_a_draft_model_are_replays(
     assert len(nums_replayed) == num_launched - 2, "the prompt, and the prompt in the draft model"
     assert drafting.stats.num_accepted_tokens == drafting.stats.num_draft_tokens > 6
     assert answer == alone(make_engine(tmp_path, WIDE, **SMALL | {"attention_backend": "torch"}), prompt, params)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_rounds_of_an_eagle_head_are_replays(
+    gpu: PretendGpu, nums_replayed: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """And so are the steps whose hidden states it reads: only the prompt is launched kernel by kernel."""
+    ring, head = write_ring(tmp_path / "ring"), write_ring_head(tmp_path / "head")
+    guessing = json.dumps({"method": "eagle3", "model": str(head), "num_speculative_tokens": 3})
+    config = json.loads((ring / "config.json").read_text())
+    settings = SMALL | {"load_format": "auto", "dtype": dtype, "max_num_seqs": 4, "block_size": 16}
+    drafting = make_engine(ring, config, speculative_config=guessing, **settings)
+    assert drafting.config.device.uses_graphs
+    num_launched = 0
+    launch = ModelRunner.launch
+
+    def counting(self: ModelRunner, output: SchedulerOutput, step: StepInput) -> SampledTokens:
+        nonlocal num_launched
+        num_launched += 1
+        return launch(self, output, step)
+
+    monkeypatch.setattr(ModelRunner, "launch", counting)
+    nums_replayed.clear()
+    assert alone(drafting, [3, 4, 5], replace(GREEDY, max_tokens=14)) == list(range(6, 20))
+    assert len(nums_replayed) == num_launched - 1
+    assert drafting.stats.num_accepted_tokens == drafting.stats.num_draft_tokens > 6
 
 
 def test_drafts_with_long_contexts_stay_with_their_sequence(
