@@ -327,9 +327,9 @@ class Cluster:
             return None
         with naming_the_draft_model():
             folder = await resolve_model(speculation.model, self._on_event)
-            if speculation.method == "draft_model" and await has_states(
-                replace(engine, load_format=load_format_of_draft(engine)), folder
-            ):
+            if speculation.method == "eagle3":
+                return folder
+            if await has_states(replace(engine, load_format=load_format_of_draft(engine)), folder):
                 raise ValueError(DRAFT_HAS_STATES)
         return folder
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.engine_args import EngineArgs
-from engine.model_loader.eagle_settings import read_eagle_config
+from engine.model_loader.eagle_settings import check_is_no_head, read_eagle_config
 from engine.model_loader.language_part import read_config
 from engine.model_loader.model_config import digest_of, make_engine_config
 from engine.model_loader.same_tokens import check_same_tokens
@@ -31,6 +31,7 @@ def with_draft_model(config: EngineConfig, args: EngineArgs, folder: Path) -> En
     """`folder`: the draft model's. Raises `ValueError` that says what is wrong with it."""
     load_format = load_format_of_draft(args)
     hf_config = read_config(folder, load_format)
+    check_is_no_head(hf_config)
     shape = load_model_shape(hf_config, args.model_impl)
     if shape.recurrent_layers:
         raise ValueError(DRAFT_HAS_STATES)

@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.model_loader.folder import read_json
 from engine.models import ModelShape
-from engine.models.eagle_config import EagleConfig, as_llama
+from engine.models.eagle_config import ARCHITECTURES, EagleConfig, as_llama
 
 NOT_OUR_DECODER = (
     "an EAGLE-3 head reads the hidden states of models that our own decoder computes, and transformers' code computes "
@@ -33,3 +33,10 @@ def read_eagle_config(folder: Path, model: ModelShape) -> tuple[EagleConfig, dic
             f"heads of size {own[1]}"
         )
     return config, hf_config
+
+
+def check_is_no_head(hf_config: dict[str, Any]) -> None:
+    """Raise `ValueError` if config.json is that of an EAGLE-3 head, which cannot be a draft model."""
+    names = hf_config.get("architectures")
+    if isinstance(names, list) and any(name in ARCHITECTURES for name in names):
+        raise ValueError("it is an EAGLE-3 head: give the method 'eagle3'")

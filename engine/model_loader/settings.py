@@ -18,7 +18,7 @@ from engine.engine_args import OTHER_NAMES_OF_DTYPES, EngineArgs
 from engine.kv_shape import kv_cache_shape, kv_dtype_of, num_state_blocks_of
 from engine.lora.modules import check_lora_folder, parse_lora_modules, read_lora_module
 from engine.memory import least_gib, memory_bytes, most_gib
-from engine.model_loader.eagle_settings import NOT_OUR_DECODER, read_eagle_config
+from engine.model_loader.eagle_settings import NOT_OUR_DECODER, check_is_no_head, read_eagle_config
 from engine.model_loader.language_part import read_config
 from engine.model_loader.same_tokens import check_same_tokens
 from engine.models import ModelShape, is_for_our_decoder, load_decoder_config
@@ -77,6 +77,7 @@ def check_draft_model(args: EngineArgs, folder: Path, draft_folder: Path) -> Non
             return
         draft_args = replace(args, quantization=speculation.quantization)
         hf_config = read_config(draft_folder, load_format_of_draft(args))
+        check_is_no_head(hf_config)
         if is_for_our_decoder(hf_config, args.model_impl):
             shape = load_decoder_config(hf_config)
             _check_quantization(draft_args, hf_config, shape)

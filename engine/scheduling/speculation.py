@@ -87,7 +87,7 @@ class SpeculativeConfig:
             given = None
         _check(isinstance(given, dict), f"must be a JSON object, such as {EXAMPLE}, is {str(text)[:80]!r}")
         if given.get("model"):
-            given.setdefault("method", "draft_model")
+            given.setdefault("method", "eagle3" if "eagle3" in str(given["model"]).lower() else "draft_model")
         _check_method(given.get("method", cls.method))  # first: other methods have other fields
         names = [field.name for field in fields(cls)]
         unknown = sorted(set(given) - set(names))

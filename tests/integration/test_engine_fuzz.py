@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from grammar_cases import EOS, KINDS, grammar_text, tokenizer
 from lora_folders import CONFIG, write_adapter
 
@@ -26,7 +27,9 @@ from engine.config import GIB
 from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
+from engine.models.eagle_config import LAYER_IDS
 from engine.outputs import FinishReason, RequestOutput, TokenLogprobs
+from engine.running.eagle_drafter import EagleDrafter
 from engine.running.executor import Executor
 from engine.sampling_params import SamplingParams
 from engine.scheduling.offloading import BlockCopy
@@ -41,11 +44,11 @@ BLOCK_BYTES = 2 * 2 * 2 * BLOCK_SIZE * 16 * 2  # layers, parts, heads, slots, di
 VOCAB_SIZE = CONFIG["vocab_size"]
 ADAPTERS = ("", "", "", "a", "b")
 OWN = "its own salt"
-DRAFTS = "drafts"
-"""The folder of a draft model."""
+DRAFTS, HEAD = "drafts", "head"
+"""The folders of a draft model and of an EAGLE-3 head."""
 MET = (
     "preempted", "found", "loaded", "saved", "evicted", "right drafts", "wrong drafts", "right by a model", "aborted",
-    "moved", "ahead",
+    "by a head", "moved", "ahead",
 )  # fmt: skip
 
 
@@ -157,6 +160,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / DRAFTS).mkdir()  # guesses well, since its first layer is the model's, and knows fewer positions
     draft_config = {**CONFIG, "eos_token_id": EOS, "num_hidden_layers": 1, "max_position_embeddings": 128}
     (folder / DRAFTS / "config.json").write_text(json.dumps({**draft_config, "initializer_range": 0.3}))
+    (folder / HEAD).mkdir()
+    head_config = {**CONFIG, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
+    (folder / HEAD / "config.json").write_text(json.dumps({**head_config, LAYER_IDS: [0, 1, 2]}))
     return folder
 
 
@@ -181,7 +187,8 @@ def make_cramped_engine(folder: Path, rng: random.Random, **settings: Any) -> LL
     runs_ahead = rng.random() < 0.3  # then without drafts
     guessing: dict[str, object] = {"num_speculative_tokens": rng.randint(1, 6), "prompt_lookup_min": 1}
     if not runs_ahead and rng.random() < 0.4:
-        guessing["model"] = str(rng.choice([folder, *folder.glob(DRAFTS)]))
+        model = rng.choice([folder, *folder.glob(DRAFTS), *folder.glob(HEAD)])
+        guessing |= {"model": str(model), "method": "eagle3" if model.name == HEAD else "draft_model"}
     engine = make_engine(
         folder, runs_ahead=runs_ahead, num_kv_blocks=rng.randint(11, 14), max_num_seqs=rng.choice([4, 12]),
         max_num_batched_tokens=rng.choice([16, 40, 300]), prefill_chunk_tokens=rng.choice([0, 7, 16]),
@@ -189,8 +196,24 @@ def make_cramped_engine(folder: Path, rng: random.Random, **settings: Any) -> LL
         kv_offloading_size=rng.choice([4, 12, 60]) * BLOCK_BYTES / GIB, **settings,
     )  # fmt: skip
     engine.executor.kv_pool.fill_(float("nan"))  # so that a read of unwritten KV shows
+    _let_a_head_show_it(engine)
     CopiesInTurn(engine.executor, rng)
     return engine
+
+
+def _let_a_head_show_it(engine: LLMEngine) -> None:
+    """Guesses are verified, so that wrong ones would not show."""
+    drafter = engine.executor._worker.drafter
+    if not isinstance(drafter, EagleDrafter):
+        return
+    compute_logits = drafter._head.compute_logits
+
+    def checked(x_TD: torch.Tensor) -> torch.Tensor:
+        logits = compute_logits(x_TD)
+        assert not logits.isnan().any()
+        return logits
+
+    drafter._head.compute_logits = checked  # type: ignore[method-assign]
 
 
 class CopiesInTurn:
@@ -300,6 +323,7 @@ def check_rest(engine: LLMEngine) -> Counter[str]:
         "saved": stats.num_saved_blocks, "evicted": sum(not event.is_stored for event in events),
         "right drafts": stats.num_accepted_tokens, "wrong drafts": stats.num_draft_tokens - stats.num_accepted_tokens,
         "right by a model": stats.num_accepted_tokens if engine.config.draft is not None else 0,
+        "by a head": stats.num_draft_tokens if engine.config.eagle is not None else 0,
         "ahead": int(engine.config.scheduler.async_scheduling),
     })  # fmt: skip
 
