@@ -11,7 +11,9 @@ import torch.nn.functional as F  # noqa: N812
 from many_endings import CONFIG as ENDINGS
 from safetensors.torch import save_file
 
-MODEL = ENDINGS | {"hidden_size": 64, "num_hidden_layers": 4, "head_dim": 16, "max_position_embeddings": 512}
+MODEL = ENDINGS | {
+    "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 4, "head_dim": 16, "max_position_embeddings": 512,
+}  # fmt: skip
 """Of sizes that the CPU kernels can compute."""
 HEAD = MODEL | {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 40}
 SIZE, NUM_TOKENS = 64, 60

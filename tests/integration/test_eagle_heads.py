@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from eagle_cases import (
     MODEL,
     ReferenceHead,
     load_causal_lm,
+    write,
     write_random_head,
     write_random_model,
     write_ring,
@@ -27,6 +29,7 @@ from safetensors.torch import load_file
 from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
+from engine.model_loader.settings import check_draft_model
 from engine.sampling_params import SamplingParams
 from engine.scheduling.sequence import DraftPart
 from engine.scheduling.speculation import DraftHistory
@@ -233,3 +236,97 @@ def agreement(found: Drafts, expected: Drafts) -> float:
     ]
     assert len(pairs) > 10
     return sum(guess == other for guess, other in pairs) / len(pairs)
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------
+
+
+def rewritten(head: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Path:
+    """The head with its tensors changed."""
+    config = json.loads((head / "config.json").read_text())
+    return write(head.parent / "changed", config, change(load_file(head / "model.safetensors")))
+
+
+def test_a_head_may_have_an_embedding_of_its_own(tmp_path: Path) -> None:
+    ring, head = write_ring(tmp_path / "ring"), write_ring_head(tmp_path / "head")
+    embedding_VD = load_file(ring / "model.safetensors")["model.embed_tokens.weight"]
+
+    def with_embedding(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        named = {f"model.{name}": tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+        return named | {"lm_head.weight": tensors["lm_head.weight"], "model.embed_tokens.weight": embedding_VD.clone()}
+
+    engine = make_engine(ring, rewritten(head, with_embedding), **CPU)
+    assert alone(engine, [3, 4, 5], GREEDY) == list(range(6, 36))
+    assert num_wrong(engine) == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda of: {**of, "d2t": torch.zeros(40, dtype=torch.int64) + torch.arange(40)}, r"d2t must give each of 40 "),
+        (lambda of: {**of, "d2t": torch.full((40,), -1)}, r"a different id in \[0, 60\)"),
+        (lambda of: {**of, "d2t": torch.zeros(40)}, "d2t is in torch.float32, must be integers"),
+        (lambda of: {**of, "d2t": torch.zeros(39, dtype=torch.int64)}, r"d2t has shape \(39,\), expected \(40,\)"),
+        (lambda of: {k: v for k, v in of.items() if k != "fc.weight"}, "lack the tensor fc.weight"),
+        (
+            lambda of: {**of, "more.weight": torch.zeros(3)},
+            "hold tensors that the architecture does not use: more",
+        ),
+        (lambda of: {**of, "fc.weight": torch.zeros(64, 64)}, r"fc.weight has shape \(64, 64\), expected \(64, 192\)"),
+    ],
+    ids=["same ids", "negative ids", "floats", "too few ids", "no fc", "unknown", "other features"],
+)
+def test_weights_that_do_not_fit(tmp_path: Path, change: Any, says: str) -> None:
+    ring, head = write_ring(tmp_path / "ring"), write_random_head(tmp_path / "head")
+    with pytest.raises(ValueError, match=f"^speculative_config model: .*{says}"):
+        make_engine(ring, rewritten(head, change), **CPU)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"vocab_size": 61}, "its vocab_size must be the model's, 60, is 61"),
+        ({"num_key_value_heads": 4}, "the model's pool, which has 2 key heads of size 16, and it has 4 key heads"),
+        ({"head_dim": 32}, "it has 2 key heads of size 32"),
+        ({"num_hidden_layers": 3}, "num_hidden_layers must be 1"),
+    ],
+    ids=["vocabulary", "key heads", "head size", "layers"],
+)
+def test_heads_for_other_models(tmp_path: Path, fields: dict[str, Any], says: str) -> None:
+    """An engine refuses them, and `tandem up` does before it starts anything."""
+    ring, head = write_ring(tmp_path / "ring"), folder_of(tmp_path / "head", HEAD | fields)
+    speculation = json.dumps({"method": "eagle3", "model": str(head), "num_speculative_tokens": 2})
+    args = EngineArgs(model=str(ring), device="cpu", speculative_config=speculation)
+    for check in (lambda: check_draft_model(args, ring, head), lambda: create_engine_config(args)):
+        with pytest.raises(ValueError, match=f"^speculative_config model: .*{says}"):
+            check()
+
+
+def test_models_that_cannot_have_a_head(tmp_path: Path) -> None:
+    head = folder_of(tmp_path / "head", HEAD)
+    speculation = json.dumps({"method": "eagle3", "model": str(head), "num_speculative_tokens": 2})
+    ring = write_ring(tmp_path / "ring")
+    args = EngineArgs(model=str(ring), device="cpu", speculative_config=speculation, model_impl="transformers")
+    for check in (lambda: check_draft_model(args, ring, head), lambda: create_engine_config(args)):
+        with pytest.raises(ValueError, match=r"transformers' code computes this one; give the method 'ngram'"):
+            check()
+    as_draft_model = json.dumps({"model": str(head), "num_speculative_tokens": 2})
+    args = EngineArgs(model=str(ring), device="cpu", speculative_config=as_draft_model)
+    for check in (lambda: check_draft_model(args, ring, head), lambda: create_engine_config(args)):
+        with pytest.raises(ValueError, match=r"^speculative_config model: it is an EAGLE-3 head: give the method"):
+            check()
+
+
+def test_the_pool_keeps_a_layer_for_the_head(tmp_path: Path) -> None:
+    ring, head = write_ring(tmp_path / "ring"), write_ring_head(tmp_path / "head")
+    sizes = {"num_kv_blocks": 0, "kv_cache_gib": 0.02, "max_model_len": 512}
+    plain, guessing = make_engine(ring, None, **sizes, **CPU), make_engine(ring, head, **sizes, **CPU)
+    assert guessing.executor.kv_shape.num_blocks == plain.executor.kv_shape.num_blocks * 4 // 5
+    too_small = {**sizes, "kv_cache_gib": 0.00028}
+    says = r"^speculative_config model: with it, kv_cache_gib must be at least 0\.000\d+"
+    with pytest.raises(ValueError, match=says):
+        make_engine(ring, head, **too_small, **CPU)
+    speculation = json.dumps({"method": "eagle3", "model": str(head), "num_speculative_tokens": 2})
+    args = EngineArgs(model=str(ring), device="cpu", speculative_config=speculation, dtype="bfloat16", **too_small)
+    with pytest.raises(ValueError, match=says):
+        check_draft_model(args, ring, head)
