@@ -104,7 +104,8 @@ def write_random_head(folder: Path, *, num_features: int = 3, seed: int = 0, **c
     """A head with random weights for a model of `MODEL`'s shape."""
     config = HEAD | config
     generator = torch.Generator().manual_seed(seed)
-    size, kv_size = config["hidden_size"], config["num_key_value_heads"] * config["head_dim"]
+    size = config["hidden_size"]
+    q_size, kv_size = (config[f"num_{name}_heads"] * config["head_dim"] for name in ("attention", "key_value"))
 
     def product(outputs: int, inputs: int) -> torch.Tensor:
         return torch.randn(outputs, inputs, generator=generator) / inputs**0.5
@@ -117,10 +118,10 @@ def write_random_head(folder: Path, *, num_features: int = 3, seed: int = 0, **c
         "midlayer.input_layernorm.weight": norm(),
         "midlayer.hidden_norm.weight": norm(),
         "midlayer.post_attention_layernorm.weight": norm(),
-        "midlayer.self_attn.q_proj.weight": 2 * product(size, 2 * size),
+        "midlayer.self_attn.q_proj.weight": 2 * product(q_size, 2 * size),
         "midlayer.self_attn.k_proj.weight": product(kv_size, 2 * size),
         "midlayer.self_attn.v_proj.weight": product(kv_size, 2 * size),
-        "midlayer.self_attn.o_proj.weight": 6 * product(size, size),  # what it attends to decides
+        "midlayer.self_attn.o_proj.weight": 6 * product(size, q_size),  # what it attends to decides
         "midlayer.mlp.gate_proj.weight": product(config["intermediate_size"], size),
         "midlayer.mlp.up_proj.weight": product(config["intermediate_size"], size),
         "midlayer.mlp.down_proj.weight": product(size, config["intermediate_size"]),

@@ -29,7 +29,7 @@ from engine.engine_args import EngineArgs
 
 if TYPE_CHECKING:
     from engine.attention import PagedBackend
-    from engine.models.model import Model
+    from engine.models.model import FeatureSource
     from engine.tensor_parallel.group import RankGroup
 
 __all__ = ["create_engine_config", "load_model", "resolve_model"]
@@ -106,7 +106,7 @@ def _fetch_from_hub(model: str) -> Path:
         ) from error
 
 
-def load_model(config: EngineConfig, backend: PagedBackend[Any], group: RankGroup | None = None) -> Model:
+def load_model(config: EngineConfig, backend: PagedBackend[Any], group: RankGroup | None = None) -> FeatureSource:
     """Load the model's weights onto the device; `backend` does its attention. `group`: load this rank's share only.
 
     Raises `ValueError` if weights and config.json do not fit.

@@ -9,25 +9,20 @@ from engine.model_loader.folder import read_json
 from engine.models import ModelShape
 from engine.models.eagle_config import ARCHITECTURES, EagleConfig, as_llama
 
-NOT_OUR_DECODER = (
-    "an EAGLE-3 head reads the hidden states of models that our own decoder computes, and transformers' code computes "
-    "this one; give the method 'ngram', or 'draft_model' with a smaller model"
-)
-
 
 def read_eagle_config(folder: Path, model: ModelShape) -> tuple[EagleConfig, dict[str, Any]]:
     """Read the config of the head in `folder`: what it means for `model`, and its fields as those of a Llama. Raises
     `ValueError` if the head cannot guess for the model."""
     hf_config = as_llama(read_json(folder / "config.json"))
-    if model.model_impl != "tandem":
-        raise ValueError(NOT_OUR_DECODER)
-    config = EagleConfig.from_hf(hf_config, num_layers=model.num_layers, feature_size=model.hidden_size)
+    config = EagleConfig.from_hf(hf_config, num_layers=model.num_decoder_layers, feature_size=model.hidden_size)
     layer = config.layer
     if layer.vocab_size != model.vocab_size:
         raise ValueError(f"its vocab_size must be the model's, {model.vocab_size}, is {layer.vocab_size}")
     own, models = (layer.num_kv_heads, layer.head_dim), (model.num_kv_heads, model.head_dim)
-    if model.mla is not None or own != models:
-        kept = "latents" if model.mla is not None else f"{models[0]} key heads of size {models[1]}"
+    if model.mla is not None or model.head_shapes or own != models:
+        kept = f"{models[0]} key heads of size {models[1]}"
+        if model.mla is not None or model.head_shapes:
+            kept = "latents" if model.mla is not None else "heads of several sizes"
         raise ValueError(
             f"its keys and values are one more layer of the model's pool, which has {kept}, and it has {own[0]} key "
             f"heads of size {own[1]}"

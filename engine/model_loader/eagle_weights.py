@@ -13,10 +13,10 @@ from engine.model_loader.folder import safetensors_files
 from engine.model_loader.language_part import Tensors
 from engine.model_loader.loading import parts_of
 from engine.model_loader.weights import DummyWeights, SafetensorsWeights, Weights, open_tensors
-from engine.models.decoder import Decoder
 from engine.models.eagle_config import EagleConfig
 from engine.models.eagle_head import EagleHead
 from engine.models.layer import Features
+from engine.models.model import FeatureSource
 
 if TYPE_CHECKING:
     from engine.tensor_parallel.group import RankGroup
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 def load_eagle_head(
     config: EngineConfig,
-    model: Decoder,
+    model: FeatureSource,
     eagle: EagleConfig,
     backend: AttentionBackend[Any],
     max_tokens: int,
     group: RankGroup | None,
-) -> EagleHead:
-    """Load the head that `config` and `eagle` describe, for `model`, whose hidden states it reads from now on.
+) -> tuple[EagleHead, Features]:
+    """Load the head that `config` and `eagle` describe, and let `model` note the hidden states that it reads.
     `max_tokens`: the most tokens of a step of the model. `group`: load this rank's share only. Raises `ValueError` if
     the head's weights do not fit."""
     weights, parts = _weights_of(config), parts_of(config, config.model.quantization)
@@ -50,8 +50,9 @@ def load_eagle_head(
         max_rows=config.scheduler.max_num_batched_tokens,
     )
     num_features = len(eagle.feature_layers) * eagle.feature_size
-    model.features = Features(eagle.feature_layers, embedding_VD.new_zeros(max_tokens, num_features))
-    return head
+    features = Features(eagle.feature_layers, embedding_VD.new_zeros(max_tokens, num_features))
+    model.let_note(features)
+    return head, features
 
 
 def _weights_of(config: EngineConfig) -> Weights:

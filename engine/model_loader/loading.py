@@ -21,7 +21,7 @@ from engine.model_loader.int4_weights import DummyInt4Weights, Int4Weights
 from engine.model_loader.weights import DummyWeights, SafetensorsWeights, Weights
 from engine.models import DecoderConfig, ModelShape, load_model_shape
 from engine.models.decoder import Decoder
-from engine.models.model import Model
+from engine.models.model import FeatureSource
 from engine.models.parts import PLAIN_PARTS, Parts
 from engine.models.recurrent_states import RecurrentStates
 from engine.models.stored_weights import AS_STORED, StoredWeights, is_mxfp4
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from engine.tensor_parallel.group import RankGroup
 
 
-def load(config: EngineConfig, backend: PagedBackend[Any], group: RankGroup | None) -> Model:
+def load(config: EngineConfig, backend: PagedBackend[Any], group: RankGroup | None) -> FeatureSource:
     """See `engine.model_loader.load_model`."""
     shape = load_model_shape(config.model.hf_config, config.model.model_impl)
     parts = parts_of(config, config.model.quantization)

@@ -18,10 +18,12 @@ from engine.engine_args import OTHER_NAMES_OF_DTYPES, EngineArgs
 from engine.kv_shape import kv_cache_shape, kv_dtype_of, num_state_blocks_of
 from engine.lora.modules import check_lora_folder, parse_lora_modules, read_lora_module
 from engine.memory import least_gib, memory_bytes, most_gib
-from engine.model_loader.eagle_settings import NOT_OUR_DECODER, check_is_no_head, read_eagle_config
+from engine.model_loader.eagle_settings import check_is_no_head, read_eagle_config
+from engine.model_loader.folder import read_json
 from engine.model_loader.language_part import read_config
 from engine.model_loader.same_tokens import check_same_tokens
 from engine.models import ModelShape, is_for_our_decoder, load_decoder_config
+from engine.models.eagle_config import as_llama
 from engine.quantization_choice import check_quantization
 from engine.scheduling.speculation import SpeculativeConfig
 from engine.tensor_parallel.shares import ONE_RANK, share_of
@@ -88,7 +90,8 @@ def check_draft_model(args: EngineArgs, folder: Path, draft_folder: Path) -> Non
 def _check_eagle_head(args: EngineArgs, folder: Path, head_folder: Path) -> None:
     hf_config = read_config(folder, args.load_format)
     if not is_for_our_decoder(hf_config, args.model_impl):
-        raise ValueError(NOT_OUR_DECODER)
+        as_llama(read_json(head_folder / "config.json"))  # more is known once transformers' code has been observed
+        return
     model = load_decoder_config(hf_config)
     eagle, _ = read_eagle_config(head_folder, model)
     share_of(eagle.layer, args.tensor_parallel_size)

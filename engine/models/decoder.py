@@ -47,8 +47,7 @@ class Decoder:
         self._layers = parts.stack(layers)
         self._norm = parts.rms_norm(weights.take("model.norm.weight", (config.hidden_size,)), config.rms_norm_eps)
         self._lm_head = parts.lm_head(self._head_weight(config, weights))
-        self.features: Features | None = None
-        """What `forward` notes for a draft head; None: nothing."""
+        self._features: Features | None = None
         weights.ignore("rotary_emb.inv_freq")
         for further in range(config.num_nextn_predict_layers):
             weights.ignore_layer(config.num_layers + further)
@@ -76,7 +75,11 @@ class Decoder:
     ) -> torch.Tensor:
         """See `Model.forward`: the last hidden states, before the final norm."""
         cos_sin = self._rotary.select(positions)
-        return self._layers(self.embedding_VD[token_ids], kv_pool, plan, cos_sin, on_layer, self.features)
+        return self._layers(self.embedding_VD[token_ids], kv_pool, plan, cos_sin, on_layer, self._features)
+
+    def let_note(self, features: Features) -> None:
+        """See `FeatureSource`."""
+        self._features = features
 
     def compute_logits(self, x_TD: torch.Tensor) -> torch.Tensor:
         """See `Model.compute_logits`."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from engine.models.layer import OnLayer
+from engine.models.layer import Features, OnLayer
 
 if TYPE_CHECKING:
     from engine.lora.adapters import Adapters
@@ -45,3 +45,13 @@ class Model(Protocol):
 
     def compute_logits(self, x_TD: torch.Tensor) -> torch.Tensor:
         """[T, D] -> [T, V], in the model's dtype or wider."""
+
+
+class FeatureSource(Model, Protocol):
+    """A model whose hidden states a draft head may read (engine/models/eagle_head.py)."""
+
+    @property
+    def embedding_VD(self) -> torch.Tensor: ...  # noqa: N802 - named for its axes
+
+    def let_note(self, features: Features) -> None:
+        """Note hidden states between layers in each `forward` from now on. Raises `ValueError` if there are none."""

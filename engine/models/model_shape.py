@@ -41,6 +41,11 @@ class ModelShape:
         return "tandem"
 
     @property
+    def num_decoder_layers(self) -> int:
+        """Layers of the model, which may share layers of the pool."""
+        return self.num_layers
+
+    @property
     def product_inputs(self) -> tuple[int, ...]:
         """Input sizes of the layers' products, if our own decoder computes them."""
         return ()

@@ -52,6 +52,11 @@ class TransformersConfig(ModelShape):
     """Digest of the rest of config.json and of transformers' version."""
 
     @property
+    def num_decoder_layers(self) -> int:
+        """Right where no layer keeps a state."""
+        return len(self.attention)
+
+    @property
     def has_experts(self) -> bool:
         return self.num_expert_tensors > 0
 

@@ -14,6 +14,7 @@ Shapes: T tokens, D hidden, V vocabulary, N query heads, K key/value heads, H he
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,7 +25,7 @@ from transformers import AttentionInterface
 from engine.attention import AttentionBackend
 from engine.layers import CosSin, HeadProjection, Unrotated
 from engine.models.head_shape import HeadShape
-from engine.models.layer import OnLayer
+from engine.models.layer import Features, OnLayer
 from engine.models.parts import Parts
 from engine.models.recurrent_layers import module_of
 from engine.models.recurrent_states import RecurrentStates
@@ -103,6 +104,31 @@ class TransformersModel:
         """See `Model.compute_logits`."""
         return self._head.logits(x_TD.unsqueeze(0)).squeeze(0)
 
+    @property
+    def embedding_VD(self) -> torch.Tensor:  # noqa: N802 - named for its axes
+        weight_VD: torch.Tensor = self._embedding.weight.detach()
+        return weight_VD
+
+    def let_note(self, features: Features) -> None:
+        """See `FeatureSource`."""
+        layers = _layers_in(self._body, self._num_attending)
+
+        def note_input(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            x_1TD = args[0] if args else kwargs["hidden_states"]
+            features.take(0, x_1TD[0], None)
+
+        def note_output_of(number: int) -> Callable[..., None]:
+            def note(_module: nn.Module, _args: Any, output: Any) -> None:
+                x_1TD = output[0] if isinstance(output, tuple) else output
+                features.take(number + 1, x_1TD[0], None)
+
+            return note
+
+        layers[0].register_forward_pre_hook(note_input, with_kwargs=True)
+        for number, layer in enumerate(layers):
+            if number + 1 in features.layers:
+                layer.register_forward_hook(note_output_of(number))
+
     def _hidden(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         output = self._body(input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False)
         x_TD: torch.Tensor = output.last_hidden_state.squeeze(0)
@@ -142,6 +168,15 @@ class TransformersModel:
             raise ValueError(
                 "the model cannot be served: transformers' code does not count its positions from 0, by ones"
             )
+
+
+def _layers_in(body: nn.Module, num_layers: int) -> list[nn.Module]:
+    found = [each for each in body.children() if isinstance(each, nn.ModuleList) and len(each) == num_layers]
+    if len(found) != 1:
+        raise ValueError(
+            f"an EAGLE-3 head reads hidden states between {num_layers} layers, and the model has no such list"
+        )
+    return list(found[0])
 
 
 class _Attention(Protocol):

@@ -29,8 +29,7 @@ from engine.config import EngineConfig
 from engine.kv_cache import allocate_kv_pool
 from engine.kv_shape import KVCacheShape, kv_cache_shape
 from engine.model_loader.eagle_weights import load_eagle_head
-from engine.models.decoder import Decoder
-from engine.models.model import Model
+from engine.models.model import FeatureSource
 from engine.running.draft_rounds import Followed, run_rounds
 from engine.running.feature_rows import NO_FEATURE, FeatureRows
 from engine.running.input_batch import InputBatch
@@ -49,19 +48,17 @@ if TYPE_CHECKING:
 class EagleDrafter:
     """Used only by the stepping thread. Raises `ValueError` if the weights do not fit the config."""
 
-    def __init__(self, config: EngineConfig, model: Model, group: RankGroup | None) -> None:
+    def __init__(self, config: EngineConfig, model: FeatureSource, group: RankGroup | None) -> None:
         """`config`: the engine's. `group`: see `Worker`."""
         assert config.draft is not None
         assert config.eagle is not None
-        assert isinstance(model, Decoder), "the configuration has seen to it"
         self._config = config.draft
         backend = create_attention_backend(config.draft)
         assert isinstance(backend, AttentionBackend)
         self._backend: AttentionBackend[Any] = backend
-        self._model = model
         self._group = group
         max_tokens = config.scheduler.max_num_batched_tokens
-        self._head = load_eagle_head(config.draft, model, config.eagle, backend, max_tokens, group)
+        self._head, self._features = load_eagle_head(config.draft, model, config.eagle, backend, max_tokens, group)
         self._runner: ModelRunner | None = None
         self._features_TD = self._head.features_TD[:0]
         """Of the last step."""
@@ -99,9 +96,7 @@ class EagleDrafter:
     def read(self, step: StepInput, batch: InputBatch, kv: torch.Tensor) -> None:
         """The model has computed a step: write the head's keys and values of its tokens to `kv`, the pool's last
         layer, and keep the features."""
-        features = self._model.features
-        assert features is not None
-        now_TD = self._head.fused(features.of_step(len(step.token_ids)))
+        now_TD = self._head.fused(self._features.of_step(len(step.token_ids)))
         all_TD = torch.cat((now_TD.new_zeros(1, now_TD.shape[1]), self._features_TD, now_TD))
         before_TD = all_TD[to_device(step.feature_rows, now_TD.device)]
         self._head.read(batch.token_ids, batch.positions, before_TD, self._backend.prepare(step.layout), kv)

@@ -25,7 +25,7 @@ from engine.kv_cache import allocate_kv_pool
 from engine.kv_shape import KVCacheShape, kv_cache_shape
 from engine.model_loader import load_model
 from engine.model_loader.settings import naming_the_draft_model
-from engine.models.model import Model
+from engine.models.model import FeatureSource
 from engine.running.draft_model import DraftModel
 from engine.running.eagle_drafter import EagleDrafter
 from engine.running.model_runner import ModelRunner
@@ -91,7 +91,7 @@ class Worker:
         gc.freeze()
 
 
-def _load(config: EngineConfig, backend: PagedBackend[Any], group: RankGroup | None) -> Model:
+def _load(config: EngineConfig, backend: PagedBackend[Any], group: RankGroup | None) -> FeatureSource:
     model = load_model(config, backend, group)
     # Loading the weights went through this memory; nothing later needs so much at once.
     if config.device.device == "cpu":
@@ -101,7 +101,9 @@ def _load(config: EngineConfig, backend: PagedBackend[Any], group: RankGroup | N
     return model
 
 
-def _load_drafter(config: EngineConfig, model: Model, group: RankGroup | None) -> DraftModel | EagleDrafter | None:
+def _load_drafter(
+    config: EngineConfig, model: FeatureSource, group: RankGroup | None
+) -> DraftModel | EagleDrafter | None:
     """Returns None if there is none, or if rank 0 has it: a draft model guesses there for all ranks."""
     if config.draft is None or (config.eagle is None and group is not None and group.rank):
         return None

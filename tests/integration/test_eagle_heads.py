@@ -25,6 +25,8 @@ from eagle_cases import (
 from handover import alone, finish, handed_over
 from many_endings import BUDGETS, answers_of, prompt_of
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers_cases import GEMMA2, GEMMA4, GPT_OSS, QWEN3_MOE
 
 from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
@@ -131,6 +133,40 @@ def test_guesses_are_those_of_the_reference(tmp_path: Path, fields: dict[str, An
         assert guesses == reference.guesses(token_ids, features_TF, len(guesses))
     assert max(len(guesses) for _, guesses in collected) == 3
     assert sum(guesses != [] for _, guesses in collected) > 20
+
+
+@pytest.mark.parametrize(
+    "config", [GEMMA2, GPT_OSS, QWEN3_MOE | {"num_hidden_layers": 3}], ids=lambda of: of["model_type"]
+)
+def test_hidden_states_of_transformers_code(tmp_path: Path, config: dict[str, Any]) -> None:
+    """Before the first layer, after the last one, and between."""
+    (tmp_path / "model").mkdir()
+    layers = [0, 1, config["num_hidden_layers"]]
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32).eval()
+    model.save_pretrained(tmp_path / "model")
+    fields = {name: config[name] for name in ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size")}
+    head = write_random_head(tmp_path / "head", **fields, draft_vocab_size=50, eagle_aux_hidden_state_layer_ids=layers)
+    head_config = json.loads((head / "config.json").read_text())
+    reference = ReferenceHead(
+        head_config, load_file(head / "model.safetensors"), model.get_input_embeddings().weight.detach()
+    )
+    noted: dict[int, torch.Tensor] = {}
+    decoder_layers = model.model.layers
+    decoder_layers[0].register_forward_pre_hook(lambda _, args, kwargs: noted.update({0: args[0][0]}), with_kwargs=True)
+    decoder_layers[0].register_forward_hook(lambda _, args, output: noted.update({1: output[0]}))
+    model.model.norm.register_forward_pre_hook(lambda _, args: noted.update({layers[-1]: args[0][0]}))
+    engine = make_engine(tmp_path / "model", head, num_drafts=3, model_impl="transformers", **PLAIN)
+    collected = drafted(engine)
+    for number in range(3):
+        engine.add_request(str(number), prompt_of(number + 3), replace(GREEDY, max_tokens=16))
+    finish(engine)
+    assert sum(guesses != [] for _, guesses in collected) > 10
+    for token_ids, guesses in collected:
+        with torch.no_grad():
+            model(torch.tensor([token_ids[:-1]]))
+        features_TF = torch.cat([noted[layer].view(len(token_ids) - 1, -1) for layer in layers], dim=-1)
+        assert guesses == reference.guesses(token_ids, features_TF, len(guesses))
 
 
 @pytest.mark.parametrize("backend", [CPU, PLAIN], ids=["cpu", "torch"])
@@ -303,13 +339,14 @@ def test_heads_for_other_models(tmp_path: Path, fields: dict[str, Any], says: st
 
 
 def test_models_that_cannot_have_a_head(tmp_path: Path) -> None:
-    head = folder_of(tmp_path / "head", HEAD)
+    head = folder_of(tmp_path / "head", HEAD | {"vocab_size": 97})
     speculation = json.dumps({"method": "eagle3", "model": str(head), "num_speculative_tokens": 2})
+    model = folder_of(tmp_path / "model", GEMMA4)
+    with pytest.raises(ValueError, match=r"^speculative_config model: .*the model's pool, which has heads of several"):
+        create_engine_config(
+            EngineArgs(model=str(model), device="cpu", load_format="dummy", speculative_config=speculation)
+        )
     ring = write_ring(tmp_path / "ring")
-    args = EngineArgs(model=str(ring), device="cpu", speculative_config=speculation, model_impl="transformers")
-    for check in (lambda: check_draft_model(args, ring, head), lambda: create_engine_config(args)):
-        with pytest.raises(ValueError, match=r"transformers' code computes this one; give the method 'ngram'"):
-            check()
     as_draft_model = json.dumps({"model": str(head), "num_speculative_tokens": 2})
     args = EngineArgs(model=str(ring), device="cpu", speculative_config=as_draft_model)
     for check in (lambda: check_draft_model(args, ring, head), lambda: create_engine_config(args)):
