@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from deepseek_cases import GREEDY
 from eagle_cases import write_ring, write_ring_head
 from handover import alone
@@ -20,10 +21,13 @@ from quantized_on_gpu import EXPERTS, WIDE
 from transformers_cases import GEMMA2
 from triton_device import DEVICE
 
+from engine.models.eagle_config import LAYER_IDS
+from engine.models.eagle_head import EagleHead
 from engine.running.decode_graphs import DecodeGraphs
 from engine.running.model_runner import ModelRunner
 from engine.sampling.sampled_tokens import SampledTokens
 from engine.scheduling.sequence import SchedulerOutput
+from engine.scheduling.speculation import DraftHistory
 from engine.step_input import StepInput
 
 pytestmark = [pytest.mark.skipif(DEVICE == "cuda", reason="there is a GPU"), pytest.mark.slow]
@@ -128,6 +132,36 @@ def test_the_rounds_of_an_eagle_head_are_replays(
     assert alone(drafting, [3, 4, 5], replace(GREEDY, max_tokens=14)) == list(range(6, 20))
     assert len(nums_replayed) == num_launched - 1
     assert drafting.stats.num_accepted_tokens == drafting.stats.num_draft_tokens > 6
+
+
+def test_an_eagle_head_over_transformers_code(
+    gpu: PretendGpu, nums_replayed: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it reads between layers is in the recordings."""
+    (tmp_path / "head").mkdir()
+    layer = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "num_hidden_layers": 1}
+    head = {name: value for name, value in GEMMA2.items() if name != "sliding_window"} | layer
+    (tmp_path / "head" / "config.json").write_text(json.dumps(head | {LAYER_IDS: [0, 2, 3]}))
+    guessing = json.dumps({"method": "eagle3", "model": str(tmp_path / "head"), "num_speculative_tokens": 3})
+    monkeypatch.setattr(DraftHistory, "num_wanted", lambda self, length: 3)
+    features = list[torch.Tensor]()
+    fused = EagleHead.fused
+    monkeypatch.setattr(
+        EagleHead, "fused", lambda self, features_TF: features.append(features_TF.clone()) or fused(self, features_TF)
+    )
+    prompt, params = [7, 9, 11] * 4, replace(GREEDY, max_tokens=6)
+    answers, noted = list[list[int]](), list[torch.Tensor]()
+    for settings in ({}, {"attention_backend": "torch", "enforce_eager": True}):
+        engine = make_engine(tmp_path, GEMMA2, speculative_config=guessing, **SMALL | {"max_num_seqs": 1} | settings)
+        nums_replayed.clear()
+        features.clear()
+        answers.append(alone(engine, prompt, params))
+        noted.append(torch.cat([each[:1] for each in features]))
+        assert engine.stats.num_draft_tokens >= 9
+        stats = engine.stats
+        assert len(nums_replayed) == (0 if settings else stats.num_draft_tokens + stats.num_steps - 1)
+    assert answers[0] == answers[1]
+    torch.testing.assert_close(noted[0], noted[1], atol=1e-3, rtol=1e-3)
 
 
 def test_drafts_with_long_contexts_stay_with_their_sequence(
