@@ -70,6 +70,7 @@ PARTS = (
     Part(name="steps", about="of an engine", measure=steps.measure, limit_s=120),
     Part(name="steps-drafts", about="the same with guesses", measure=drafts.measure, limit_s=60),
     Part(name="steps-draft-model", about="with guesses by a smaller model", measure=drafts.measure_model, limit_s=90),
+    Part(name="steps-eagle", about="with guesses by an EAGLE-3 head", measure=drafts.measure_head, limit_s=90),
     Part(name="offload", about="KV to the host's memory and back", measure=offload.measure, limit_s=90),
     Part(name="push-ipc", about="KV between two processes", measure=push.measure_ipc, limit_s=60),
     Part(name="push-nixl", about="KV between two processes", measure=push.measure_nixl, limit_s=60),

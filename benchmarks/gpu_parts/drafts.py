@@ -1,9 +1,9 @@
 """Measures decoding steps with drafts (docs/speculation.md), of the engine of `steps`. Each draft is a row of its own
-of a recorded step. All are wrong (with random weights, a draft model's hardly ever are right), so that every step has
-as many.
+of a recorded step. All are wrong (with random weights, those of a draft model or head hardly ever are right), so that
+every step has as many.
 
-The limit of a step is the time for the bytes that it reads: as many as without drafts, and a draft model's weights and
-context once for each draft.
+The limit of a step is the time for the bytes that it reads: as many as without drafts, and the weights and context of a
+draft model or head once for each draft.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from unittest.mock import patch
 from benchmarks.gpu_parts import floors
 from benchmarks.gpu_parts.rows import Row
 from benchmarks.gpu_parts.runner import Setting
-from benchmarks.gpu_parts.shapes import Sizes, write_model
+from benchmarks.gpu_parts.shapes import ModelShape, Sizes, write_model
 from benchmarks.gpu_parts.steps import NUM_STEPS, decode_limit_ms, decoding, open_engine
 from benchmarks.stepping import timed_step
 from engine.llm_engine import LLMEngine
@@ -47,22 +47,31 @@ def measure(setting: Setting) -> Iterator[Row]:
 
 def measure_model(setting: Setting) -> Iterator[Row]:
     """With a draft model. A note says how many guesses of a step must be right on average for it to win."""
+    yield from _measure_guessing(setting, setting.sizes.draft, "a draft model", {})
+
+
+def measure_head(setting: Setting) -> Iterator[Row]:
+    """With an EAGLE-3 head. A note says how many guesses of a step must be right on average for it to win."""
+    yield from _measure_guessing(setting, setting.sizes.head, "a head", {"method": "eagle3"})
+
+
+def _measure_guessing(setting: Setting, guessing: ModelShape, by: str, method: dict[str, str]) -> Iterator[Row]:
     sizes = setting.sizes
     context = sizes.decode_steps[0][1]
     copy_gb_s = setting.known.get(floors.COPY)
     with TemporaryDirectory() as name:
-        draft = write_model(Path(name) / "draft", sizes.draft.config)
-        config = json.dumps({"model": str(draft), "num_speculative_tokens": NUM_DRAFTS})
+        folder = write_model(Path(name) / "guessing", guessing.config)
+        config = json.dumps({**method, "model": str(folder), "num_speculative_tokens": NUM_DRAFTS})
         engine = open_engine(write_model(Path(name) / "model", sizes.model.config), setting, speculative_config=config)
         for batch in batches(sizes):
-            plain_ms, drafting_ms = (step_ms(engine, batch, context, num_drafts) for num_drafts in (0, NUM_DRAFTS))
+            plain_ms, guessing_ms = (step_ms(engine, batch, context, num_drafts) for num_drafts in (0, NUM_DRAFTS))
             limit_ms = decode_limit_ms(sizes, batch, context, copy_gb_s)
             if limit_ms is not None and copy_gb_s is not None:
-                limit_ms += NUM_DRAFTS * sizes.draft.decode_bytes(batch, context) / copy_gb_s / 1e6
+                limit_ms += NUM_DRAFTS * guessing.decode_bytes(batch, context) / copy_gb_s / 1e6
             yield Row(
-                what=f"decode step, {batch} x {context}, {NUM_DRAFTS} drafts each by a draft model",
-                value=drafting_ms, unit="ms", limit=limit_ms,
-                note=f"{plain_ms:.2f} ms without: pays if more than {drafting_ms / plain_ms - 1:.1f} are right",
+                what=f"decode step, {batch} x {context}, {NUM_DRAFTS} drafts each by {by}",
+                value=guessing_ms, unit="ms", limit=limit_ms,
+                note=f"{plain_ms:.2f} ms without: pays if more than {guessing_ms / plain_ms - 1:.1f} are right",
             )  # fmt: skip
 
 

@@ -26,6 +26,9 @@ TOY: Mapping[str, Any] = {
     **LLAMA_8B, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 500, "bos_token_id": 0, "eos_token_id": 1, "max_position_embeddings": 2048,
 }  # fmt: skip
+A_LAYER = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
+LLAMA_8B_HEAD: Mapping[str, Any] = {**LLAMA_8B, **A_LAYER, "draft_vocab_size": 32000}
+"""The EAGLE-3 head that its authors have trained for Llama-3.1-8B-Instruct."""
 QWEN_30B: Mapping[str, Any] = {
     **LLAMA_8B, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
     "intermediate_size": 6144, "num_hidden_layers": 12, "num_key_value_heads": 4, "head_dim": 128,
@@ -113,6 +116,20 @@ class ModelShape:
         c = self.config
         attention = c["num_hidden_layers"] * attention_flop(c["num_attention_heads"], self.head_dim, num_tokens)
         return float(2 * num_tokens * self.num_in_layers + 2 * self.num_in_logits + attention)
+
+
+@dataclass(frozen=True)
+class HeadShape(ModelShape):
+    """The shape of an EAGLE-3 head: a layer whose q, k and v have twice as many inputs, and logits of fewer tokens."""
+
+    @property
+    def num_in_logits(self) -> int:
+        return int(self.config["draft_vocab_size"] * self.config["hidden_size"])
+
+    @property
+    def products(self) -> list[tuple[str, int, int]]:
+        wider = {"qkv": 2}
+        return [(name, outputs, wider.get(name, 1) * inputs) for name, outputs, inputs in super().products]
 
 
 @dataclass(frozen=True)
@@ -219,6 +236,7 @@ class Sizes:
     model: ModelShape
     draft: ModelShape
     """The draft model's."""
+    head: HeadShape
     copy_bytes: int
     host_bytes: int
     """Bytes copied between pinned host memory and the device."""
@@ -254,6 +272,7 @@ class Sizes:
 FULL = Sizes(
     model=ModelShape(LLAMA_8B),
     draft=ModelShape(LLAMA_1B),
+    head=HeadShape(LLAMA_8B_HEAD),
     copy_bytes=4 << 30,
     host_bytes=1 << 30,
     matrix=8192,
@@ -287,6 +306,7 @@ FULL = Sizes(
 TINY = Sizes(
     model=ModelShape(TOY),
     draft=ModelShape({**TOY, "num_hidden_layers": 1}),
+    head=HeadShape({**TOY, **A_LAYER, "draft_vocab_size": 300, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}),
     copy_bytes=1 << 22,
     host_bytes=1 << 20,
     matrix=256,
