@@ -213,8 +213,8 @@ class EngineArgs:
         metadata={
             "help": f"Speculative decoding, as JSON such as {EXAMPLE}: propose tokens and verify several in one step. "
             "The tokens are the same; they come sooner where text repeats itself or has a fixed form. With "
-            '{"model": "FOLDER", "num_speculative_tokens": 4}, a smaller model with the same tokens guesses. '
-            "Default: off."
+            '{"model": "FOLDER", "num_speculative_tokens": 4}, a smaller model with the same tokens guesses; with '
+            '"method": "eagle3", an EAGLE-3 head of the model. Default: off.'
         },
     )
     device: str = field(
