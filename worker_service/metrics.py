@@ -114,6 +114,19 @@ class WorkerMetrics(Collector):
             ("repaired_blocks", "Blocks damaged in transit and pushed again.", counters.num_repairs),
         ):
             yield self._counter(name, help_text, value)
+        yield self._accepted_per_pos()
+
+    def _accepted_per_pos(self) -> CounterMetricFamily:
+        accepted = CounterMetricFamily(
+            "tandem:spec_decode_num_accepted_tokens_per_pos",
+            "Speculative tokens accepted, by their place among the drafts of a sequence in a step.",
+            labels=[*LABELS, "position"],
+        )
+        nums = self._stats.num_accepted_per_pos
+        # Not those beyond what was ever right: a step may have fewer drafts than the most.
+        for position in range(max((place + 1 for place, num in enumerate(nums) if num), default=1)):
+            accepted.add_metric([*self._labels, str(position)], nums[position])
+        return accepted
 
     def _of_offloading(self, host_blocks: pb.HostLedger) -> Iterable[Metric]:
         usage = host_blocks.num_kept / host_blocks.num_blocks

@@ -106,9 +106,7 @@ class Drafting:
         del seq.token_ids[len(seq) - num_wrong :]
         self._settle(seq)
         seq.draft_history.note(len(drafts), num_right, len(seq))
-        self._stats.num_drafts += 1
-        self._stats.num_draft_tokens += len(drafts)
-        self._stats.num_accepted_tokens += num_right
+        self._stats.count_drafts(len(drafts), num_right)
         return num_wrong
 
     def _settle(self, seq: Sequence) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.scheduling.offloading import BlockCopy
 from engine.scheduling.sequence import Sequence
+from engine.scheduling.speculation import MAX_DRAFTS
 
 
 @dataclass(slots=True)
@@ -29,7 +30,17 @@ class SchedulerStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     """Drafts that were right."""
+    num_accepted_per_pos: list[int] = field(default_factory=lambda: [0] * MAX_DRAFTS)
+    """Of these, how many were a sequence's first draft in a step, its second, and so on."""
     seconds_in_steps: float = 0.0
+
+    def count_drafts(self, num_drafts: int, num_right: int) -> None:
+        """Count what a step has found of the drafts of one sequence."""
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafts
+        self.num_accepted_tokens += num_right
+        for position in range(num_right):
+            self.num_accepted_per_pos[position] += 1
 
     def count_prefix(self, seq: Sequence, block_size: int) -> None:
         """Count what the prefix cache had for a new sequence."""

@@ -53,6 +53,22 @@ def worker_registry(load: pb.WorkerLoad | None = None, stats: SchedulerStats | N
     ).registry
 
 
+def test_guesses_by_their_place_in_a_step() -> None:
+    stats = SchedulerStats()
+    name = "tandem:spec_decode_num_accepted_tokens_per_pos_total"
+
+    def shown() -> list[float | None]:
+        labels = {"model_name": "m", "worker_id": "decode-1", "role": "decode"}
+        registry = worker_registry(stats=stats)
+        return [registry.get_sample_value(name, labels | {"position": place}) for place in "0123"]
+
+    assert shown() == [0, None, None, None]
+    for num_right in (3, 0, 1, 2):
+        stats.count_drafts(4, num_right)
+    assert shown() == [3, 2, 1, None]
+    assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (4, 16, 6)
+
+
 @pytest.mark.parametrize("accept", ACCEPTED.values(), ids=ACCEPTED.keys())
 @pytest.mark.parametrize(
     ("registry", "name"),
