@@ -18,6 +18,11 @@ from engine.scheduling.stats import SchedulerStats
 from engine.scheduling.stop_rule import StopRule
 
 
+PATIENCE = {"ngram": 1, "draft_model": 8, "eagle3": 8}
+"""See `DraftHistory.note`. What a lookup finds is right or wrong for a while; a model that is right half of the time is
+wrong now and then."""
+
+
 class Drafting:
     """One per scheduler. Owns nothing: the sequence owns the blocks of its drafts."""
 
@@ -29,6 +34,7 @@ class Drafting:
         self._block_manager = block_manager
         self._stop_rule = stop_rule
         self._stats = stats
+        self._patience = 1 if self._config is None else PATIENCE[self._config.method]
         self._model: ModelDrafting | HeadDrafting | None = None
         if self._config is not None and self._config.model:
             drafting = HeadDrafting if self._config.method == "eagle3" else ModelDrafting
@@ -105,7 +111,7 @@ class Drafting:
         seq.num_computed_tokens -= num_wrong
         del seq.token_ids[len(seq) - num_wrong :]
         self._settle(seq)
-        seq.draft_history.note(len(drafts), num_right, len(seq))
+        seq.draft_history.note(len(drafts), num_right, len(seq), patience=self._patience)
         self._stats.count_drafts(len(drafts), num_right)
         return num_wrong
 

@@ -149,10 +149,12 @@ def propose(token_ids: MutableSequence[int], config: SpeculativeConfig, num_want
 @dataclass(slots=True)
 class DraftHistory:
     """Adapts the number of drafts of one sequence to how earlier drafts went. If all were right, twice as many come
-    next; if some were, as many as were right; if none was, a single one. If a single draft was wrong, drafting pauses,
-    each time for twice as long."""
+    next; if some were, as many as were right; if none was, a single one. If single drafts were wrong, several times in
+    a row, drafting pauses, each time for twice as long."""
 
     max_drafts: int = MAX_DRAFTS
+    num_wrong: int = 0
+    """How many single drafts have been wrong in a row."""
     pause: int = 0
     """The current pause in tokens; 0: none since a draft was right."""
     next_length: int = 0
@@ -162,14 +164,15 @@ class DraftHistory:
         """How many drafts to try for a sequence of `length` tokens."""
         return self.max_drafts if length >= self.next_length else 0
 
-    def note(self, num_drafts: int, num_right: int, length: int) -> None:
+    def note(self, num_drafts: int, num_right: int, length: int, *, patience: int = 1) -> None:
         """Record that `num_right` of `num_drafts` drafts were right. `length`: the sequence's, with the token after the
-        right drafts."""
+        right drafts. `patience`: how many single drafts in a row may be wrong before drafting pauses."""
         if num_right:
             self.max_drafts = min(MAX_DRAFTS, 2 * num_drafts) if num_right == num_drafts else num_right
-            self.pause = 0
+            self.num_wrong = self.pause = 0
         else:
             self.max_drafts = 1
-            if num_drafts == 1:
+            self.num_wrong += num_drafts == 1
+            if self.num_wrong >= patience:
                 self.pause = min(MAX_PAUSE, 2 * self.pause or 1)
         self.next_length = length + self.pause

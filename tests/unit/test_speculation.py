@@ -108,6 +108,18 @@ def test_a_while_without_where_not_even_one_was_right() -> None:
     assert history.num_wanted(length) == 1
 
 
+def test_patience_with_what_is_wrong_now_and_then() -> None:
+    history = DraftHistory()
+
+    def pause_after(num_right: int) -> int:
+        history.note(1, num_right, 20, patience=3)
+        return next(n for n in range(100) if history.num_wanted(20 + n))
+
+    assert [pause_after(right) for right in (0, 0, 1, 0, 0, 0, 0, 0, 1, 0)] == [0, 0, 0, 0, 0, 1, 2, 4, 0, 0]
+    history.note(2, 0, 20, patience=3)
+    assert history.num_wanted(20) == 1, "several drafts are no single one"
+
+
 def test_after_a_single_wrong_draft_one_step_has_none() -> None:
     tokens = [10, 11, 20, 5, 6, 10, 11, 12, 7, 8, 9]  # after 10 and 11, the draft is 12; after 11 and 20 it is 5
     scheduler, seq = make(num_drafts=1), Sequence(0, "r0", tokens, len(tokens), SamplingParams())
