@@ -42,11 +42,11 @@ def config_of(folder: Path, **settings: Any) -> EngineConfig:
     return create_engine_config(EngineArgs(model=str(folder), **defaults | settings))
 
 
-def write_weights(folder: Path, *, seed: int = 1) -> dict[str, torch.Tensor]:
+def write_weights(folder: Path, *, seed: int = 1, num_layers: int = 2) -> dict[str, torch.Tensor]:
     """Write random weights of LLAMA's shapes to one file."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {"model.embed_tokens.weight": (64, 16), "model.norm.weight": (16,), "lm_head.weight": (64, 16)}
-    for layer in range(2):
+    for layer in range(num_layers):
         at = f"model.layers.{layer}"
         shapes |= {f"{at}.self_attn.{n}_proj.weight": (s, 16) for n, s in (("q", 16), ("k", 8), ("v", 8), ("o", 16))}
         shapes |= {f"{at}.mlp.{n}_proj.weight": (24, 16) for n in ("gate", "up")}
