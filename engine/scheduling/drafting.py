@@ -17,7 +17,6 @@ from engine.scheduling.speculation import SpeculativeConfig, propose
 from engine.scheduling.stats import SchedulerStats
 from engine.scheduling.stop_rule import StopRule
 
-
 PATIENCE = {"ngram": 1, "draft_model": 8, "eagle3": 8}
 """See `DraftHistory.note`. What a lookup finds is right or wrong for a while; a model that is right half of the time is
 wrong now and then."""
