@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from engine.model_loader.folder import read_json
+from engine.model_loader.folder import SINGLE_FILE, read_json, safetensors_files
 from engine.models import ModelShape
 from engine.models.eagle_config import ARCHITECTURES, EagleConfig, as_llama
 
@@ -28,6 +28,25 @@ def read_eagle_config(folder: Path, model: ModelShape) -> tuple[EagleConfig, dic
             f"heads of size {own[1]}"
         )
     return config, hf_config
+
+
+def check_head_files(folder: Path, load_format: str) -> None:
+    """Raise `ValueError` if the head's weights are missing, or pickled, as the authors' are. With transformers' code,
+    which converts models, a head would lose what a Llama lacks. `load_format`: the model's."""
+    if load_format == "dummy":
+        return
+    try:
+        safetensors_files(folder)
+    except ValueError:
+        pickled = folder / "pytorch_model.bin"
+        if not pickled.is_file():
+            raise
+        raise ValueError(
+            f"{folder} has pickled weights ({pickled.name}), which are not read; convert them to safetensors: "
+            'python -c "from safetensors.torch import save_file; from torch import load; '
+            f"save_file({{k: v.clone() for k, v in load({str(pickled)!r}, weights_only=True).items()}}, "
+            f'{str(folder / SINGLE_FILE)!r})"'
+        ) from None
 
 
 def check_is_no_head(hf_config: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from engine.engine_args import OTHER_NAMES_OF_DTYPES, EngineArgs
 from engine.kv_shape import kv_cache_shape, kv_dtype_of, num_state_blocks_of
 from engine.lora.modules import check_lora_folder, parse_lora_modules, read_lora_module
 from engine.memory import least_gib, memory_bytes, most_gib
-from engine.model_loader.eagle_settings import check_is_no_head, read_eagle_config
+from engine.model_loader.eagle_settings import check_head_files, check_is_no_head, read_eagle_config
 from engine.model_loader.folder import read_json
 from engine.model_loader.language_part import read_config
 from engine.model_loader.same_tokens import check_same_tokens
@@ -75,7 +75,7 @@ def check_draft_model(args: EngineArgs, folder: Path, draft_folder: Path) -> Non
     assert speculation is not None
     with naming_the_draft_model():
         if speculation.method == "eagle3":
-            _check_eagle_head(args, folder, draft_folder)
+            _check_eagle_head(args, speculation, folder, draft_folder)
             return
         draft_args = replace(args, quantization=speculation.quantization)
         hf_config = read_config(draft_folder, load_format_of_draft(args))
@@ -87,14 +87,18 @@ def check_draft_model(args: EngineArgs, folder: Path, draft_folder: Path) -> Non
         check_same_tokens(folder, draft_folder)
 
 
-def _check_eagle_head(args: EngineArgs, folder: Path, head_folder: Path) -> None:
+def _check_eagle_head(args: EngineArgs, speculation: SpeculativeConfig, folder: Path, head_folder: Path) -> None:
     hf_config = read_config(folder, args.load_format)
     if not is_for_our_decoder(hf_config, args.model_impl):
         as_llama(read_json(head_folder / "config.json"))  # more is known once transformers' code has been observed
+        check_head_files(head_folder, args.load_format)
         return
     model = load_decoder_config(hf_config)
     eagle, _ = read_eagle_config(head_folder, model)
-    share_of(eagle.layer, args.tensor_parallel_size)
+    check_head_files(head_folder, args.load_format)
+    share = share_of(eagle.layer, args.tensor_parallel_size)
+    # In the model's dtype, whatever the head's files have.
+    _check_quantization(replace(args, quantization=speculation.quantization), hf_config, share)
     kv_dtype = kv_dtype_of(args.kv_cache_dtype, dtype_of(args, hf_config))
     own_bytes = block_bytes_of(
         args, share_of(model, args.tensor_parallel_size), kv_dtype, "cpu" if _is_for_cpu(args) else "cuda"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -32,8 +35,9 @@ from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.model_loader.settings import check_draft_model
+from engine.models.eagle_config import LAYER_IDS
 from engine.sampling_params import SamplingParams
-from engine.scheduling.sequence import DraftPart
+from engine.scheduling.sequence import BlockExport, DraftPart
 from engine.scheduling.speculation import DraftHistory
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
@@ -237,9 +241,63 @@ def test_a_prompt_from_another_engine(tmp_path: Path, always_guessing: None) -> 
 def test_only_engines_with_the_same_head_exchange_blocks(tmp_path: Path) -> None:
     ring, head = write_ring(tmp_path / "ring"), write_ring_head(tmp_path / "head")
     other = write_ring_head(tmp_path / "other", norm_before_residual=True)
-    digests = {make_engine(ring, each, **CPU).config.compat_digest for each in (None, head, other)}
-    assert len(digests) == 3
+    trained = rewritten(head, lambda of: {**of, "fc.weight": of["fc.weight"] / 2})
+    digests = {make_engine(ring, each, **CPU).config.compat_digest for each in (None, head, other, trained)}
+    assert len(digests) == 4
     assert make_engine(ring, write_ring_head(tmp_path / "same"), **CPU).config.compat_digest in digests
+
+
+@pytest.mark.parametrize("layers", [[0], [4]], ids=["before the first layer", "after the last"])
+@pytest.mark.parametrize("backend", [CPU, PLAIN], ids=["cpu", "torch"])
+def test_the_heads_layer_is_offered_to_other_workers(
+    tmp_path: Path, backend: dict[str, Any], layers: list[int]
+) -> None:
+    """After the model's, when it is written; with the content that it has where nobody is told of layers."""
+    ring, head = write_ring(tmp_path / "ring"), write_ring_head(tmp_path / "head", **{LAYER_IDS: layers})
+    prompt = [(7 * i) % 55 + 5 for i in range(40)]
+    plain = make_engine(ring, head, prefill_chunk_tokens=24, **backend)
+    alone(plain, prompt, replace(GREEDY, max_tokens=1))
+    written: dict[tuple[int, int], torch.Tensor] = {}
+
+    def on_layer_written(layer: int, exports: list[BlockExport]) -> None:
+        pool = engine.executor.kv_pool
+        written.update({(layer, block_id): pool[layer, block_id].clone() for e in exports for block_id in e.block_ids})
+
+    engine = LLMEngine(plain.config, on_layer_written)
+    engine.add_prefill("r", prompt, GREEDY)
+    finish(engine)
+    pool, other = engine.executor.kv_pool, plain.executor.kv_pool
+    assert sorted({layer for layer, _ in written}) == list(range(5))
+    assert len(written) == 5 * 3
+    for (layer, block_id), content in written.items():
+        assert torch.equal(content, pool[layer, block_id])
+        assert torch.equal(content, other[layer, block_id])
+    assert pool[-1].count_nonzero()
+
+
+@pytest.mark.parametrize("backend", [CPU, PLAIN], ids=["cpu", "torch"])
+def test_a_feature_after_the_last_layer(tmp_path: Path, backend: dict[str, Any]) -> None:
+    ring, head = write_ring(tmp_path / "ring"), write_ring_head(tmp_path / "head", **{LAYER_IDS: [4]})
+    engine = make_engine(ring, head, **backend)
+    assert alone(engine, [3, 4, 5], GREEDY) == list(range(6, 36))
+    assert num_wrong(engine) == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "settings"),
+    [
+        ({"torch_dtype": "float16"}, {"dtype": "auto", "attention_backend": "torch"}),
+        ({"max_position_embeddings": 16}, CPU),
+        ({}, CPU | {"max_num_seqs": 64}),
+    ],
+    ids=["another dtype", "short texts", "many sequences"],
+)
+def test_a_head_computes_as_the_model_does(tmp_path: Path, fields: dict[str, Any], settings: dict[str, Any]) -> None:
+    """In the model's dtype, in sequences of any length, and for all of them at once."""
+    ring, head = write_ring(tmp_path / "ring"), write_ring_head(tmp_path / "head", **fields)
+    engine = make_engine(ring, head, **settings)
+    assert alone(engine, [3, 4, 5], GREEDY) == list(range(6, 36))
+    assert num_wrong(engine) == 0
 
 
 @pytest.mark.parametrize("backend", [CPU, PLAIN], ids=["cpu", "torch"])
@@ -336,6 +394,30 @@ def test_heads_for_other_models(tmp_path: Path, fields: dict[str, Any], says: st
     for check in (lambda: check_draft_model(args, ring, head), lambda: create_engine_config(args)):
         with pytest.raises(ValueError, match=f"^speculative_config model: .*{says}"):
             check()
+
+
+def test_what_only_an_up_can_tell_early(tmp_path: Path) -> None:
+    """Weights that are not there or pickled, as the authors' are, and a quantization that cannot be."""
+    ring, head = write_ring(tmp_path / "ring"), write_ring_head(tmp_path / "head")
+    bare = folder_of(tmp_path / "bare", json.loads((head / "config.json").read_text()))
+
+    def says(head: Path, match: str, **fields: str) -> str:
+        speculation = json.dumps({"method": "eagle3", "model": str(head), "num_speculative_tokens": 2} | fields)
+        args = EngineArgs(model=str(ring), device="cpu", speculative_config=speculation)
+        for check in (lambda: check_draft_model(args, ring, head), lambda: create_engine_config(args)):
+            with pytest.raises(ValueError, match=f"^speculative_config model: .*{match}") as error:
+                check()
+        return str(error.value)
+
+    says(head, "quantization fp8 cannot work here", quantization="fp8")
+    says(bare, "has neither model.safetensors nor")
+    torch.save(load_file(head / "model.safetensors"), bare / "pytorch_model.bin")
+    advice = says(bare, r"has pickled weights \(pytorch_model.bin\), .*; convert them")
+    command = shlex.split(advice[advice.index("python -c") :])
+    subprocess.run([sys.executable, *command[1:]], check=True)
+    engine = make_engine(ring, bare, **CPU)
+    assert alone(engine, [3, 4, 5], GREEDY) == list(range(6, 36))
+    assert num_wrong(engine) == 0
 
 
 def test_models_that_cannot_have_a_head(tmp_path: Path) -> None:
