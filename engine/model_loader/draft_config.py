@@ -8,7 +8,7 @@ from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.engine_args import EngineArgs
-from engine.model_loader.eagle_settings import check_head_files, check_is_no_head, read_eagle_config
+from engine.model_loader.eagle_settings import check_features_fit, check_head_files, check_is_no_head, read_eagle_config
 from engine.model_loader.language_part import read_config
 from engine.model_loader.model_config import digest_of, make_engine_config
 from engine.model_loader.same_tokens import check_same_tokens
@@ -59,6 +59,7 @@ def with_eagle_head(config: EngineConfig, args: EngineArgs, folder: Path) -> Eng
     model = load_model_shape(config.model.hf_config, args.model_impl)
     eagle, hf_config = read_eagle_config(folder, model)
     check_head_files(folder, args.load_format)
+    check_features_fit(_draft_args(config, args).quantization, eagle)
     own_bytes = block_bytes_of(args, config.model, config.cache.kv_dtype, config.device.device)
     num_blocks = num_blocks_in_both(
         args,

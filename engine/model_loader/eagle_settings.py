@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from engine.grains import FLOAT8_GRAIN, INT4_GROUP_SIZE, INT8_GRAIN
 from engine.model_loader.folder import SINGLE_FILE, read_json, safetensors_files
 from engine.models import ModelShape
 from engine.models.eagle_config import ARCHITECTURES, EagleConfig, as_llama
@@ -28,6 +29,19 @@ def read_eagle_config(folder: Path, model: ModelShape) -> tuple[EagleConfig, dic
             f"heads of size {own[1]}"
         )
     return config, hf_config
+
+
+def check_features_fit(quantization: str, eagle: EagleConfig) -> None:
+    """Raise `ValueError` if the product that makes features cannot be quantised. The layer's are checked like a
+    model's; only this one has inputs that depend on the model's size."""
+    num_inputs = len(eagle.feature_layers) * eagle.feature_size
+    grain = {"int4": INT4_GROUP_SIZE, "int8": INT8_GRAIN, "fp8": FLOAT8_GRAIN}.get(quantization, 1)
+    if num_inputs % grain:
+        raise ValueError(
+            f"quantization {quantization} cannot work here: what features are made from, {len(eagle.feature_layers)} "
+            f"hidden states of the model, must have a size that is a multiple of {grain}, is {num_inputs}; give "
+            f"{'int8 or none' if quantization == 'int4' else 'none'}"
+        )
 
 
 def check_head_files(folder: Path, load_format: str) -> None:

@@ -63,6 +63,8 @@ def _weights_of(config: EngineConfig) -> Weights:
 
 
 class _EagleWeights(SafetensorsWeights):
+    why_not_narrow = "a head's quantised weights are not read; take one in bfloat16, which quantization narrows here"
+
     def _open(self, folder: Path, device: str) -> dict[Path, Tensors]:
         return {path: _Renamed(open_tensors(path, device)) for path in safetensors_files(folder)}
 

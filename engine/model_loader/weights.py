@@ -149,6 +149,9 @@ class Weights(ABC):
 
 
 class SafetensorsWeights(Weights):
+    why_not_narrow = "config.json has no quantization_config that says so"
+    """Why a tensor in fewer bits cannot be read, as a clause."""
+
     def __init__(self, folder: Path, dtype: str, device: str) -> None:
         super().__init__(dtype, device)
         self._folder = folder
@@ -171,10 +174,7 @@ class SafetensorsWeights(Weights):
     def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         tensor = self._read_stored(name, shape)
         if tensor.dtype not in PLAIN_DTYPES:
-            raise ValueError(
-                f"{self._file_of[name]}: {name} is in {tensor.dtype}, and config.json has no quantization_config that "
-                "says so"
-            )
+            raise ValueError(f"{self._file_of[name]}: {name} is in {tensor.dtype}, and {self.why_not_narrow}")
         return tensor
 
     def _read_stored(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:

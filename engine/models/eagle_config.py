@@ -20,6 +20,8 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Fields that say what else is normed; EAGLE 3.1's have the last two."""
 LLAMA = "LlamaForCausalLM"
+NOT_THE_LAYERS = ("transformer_layer_config", "eagle_config", "quantization_config")
+"""A `quantization_config` is the model's, copied: heads are read in plain dtypes only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +80,7 @@ def as_llama(hf_config: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"config.json: transformer_layer_config must be that of a llama, is {layer.get('model_type')!r:.80}"
         )
-    own = {name: value for name, value in hf_config.items() if name not in ("transformer_layer_config", "eagle_config")}
+    own = {name: value for name, value in hf_config.items() if name not in NOT_THE_LAYERS}
     given = layer | own | {name: eagle[name] for name in NORMS if name in eagle}
     if not given.get(LAYER_IDS) and eagle.get(LAYER_IDS):
         # Those trained with SGLang count the layer after which a hidden state is taken, from 0.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -36,9 +38,12 @@ from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.model_loader.settings import check_draft_model
 from engine.models.eagle_config import LAYER_IDS
+from engine.running.eagle_drafter import EagleDrafter
+from engine.running.executor import RankLost
 from engine.sampling_params import SamplingParams
 from engine.scheduling.sequence import BlockExport, DraftPart
 from engine.scheduling.speculation import DraftHistory
+from engine.step_input import StepInput
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 DRAWN = SamplingParams(temperature=1.0, seed=7, max_tokens=30, ignore_eos=True)
@@ -320,6 +325,24 @@ def test_ranks_guess_what_one_rank_guesses(tmp_path: Path, always_guessing: None
     assert agreement(found, expected) == 1.0
 
 
+def test_a_rank_that_ends_within_the_rounds(tmp_path: Path) -> None:
+    """Nothing waits for it, and the error names it."""
+    ring, head = write_ring(tmp_path / "ring"), write_ring_head(tmp_path / "head")
+    with closing(make_engine(ring, head, tensor_parallel_size=2, **CPU)) as engine:
+        drafter = engine.executor._worker.drafter
+        assert isinstance(drafter, EagleDrafter)
+        tell = drafter.on_round
+
+        def killing(step: StepInput, is_first: bool) -> None:
+            if not is_first:
+                os.kill(engine.executor.rank_pids[0], signal.SIGKILL)
+            tell(step, is_first)
+
+        drafter.on_round = killing
+        with pytest.raises(RankLost, match="rank 1 of the engine has ended with SIGKILL"):
+            alone(engine, [3, 4, 5], GREEDY)
+
+
 def agreement(found: Drafts, expected: Drafts) -> float:
     """The share of guesses that are equal, of those after texts for which both have some."""
     of_text = {tuple(token_ids): guesses for token_ids, guesses in expected}
@@ -418,6 +441,43 @@ def test_what_only_an_up_can_tell_early(tmp_path: Path) -> None:
     engine = make_engine(ring, bare, **CPU)
     assert alone(engine, [3, 4, 5], GREEDY) == list(range(6, 36))
     assert num_wrong(engine) == 0
+
+
+def test_a_head_that_ranks_cannot_share(tmp_path: Path) -> None:
+    ring, head = write_ring(tmp_path / "ring"), write_ring_head(tmp_path / "head", intermediate_size=63)
+    speculation = json.dumps({"method": "eagle3", "model": str(head), "num_speculative_tokens": 2})
+    args = EngineArgs(model=str(ring), device="cpu", speculative_config=speculation, tensor_parallel_size=2)
+    for check in (lambda: check_draft_model(args, ring, head), lambda: create_engine_config(args)):
+        with pytest.raises(ValueError, match=r"^speculative_config model: tensor_parallel_size must divide"):
+            check()
+
+
+def test_a_head_whose_checkpoint_is_quantised(tmp_path: Path) -> None:
+    """Only its weights decide: the field may be a copy of the model's."""
+    ring, head = write_ring(tmp_path / "ring"), write_ring_head(tmp_path / "head")
+    stored = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config = json.loads((head / "config.json").read_text()) | {"quantization_config": stored}
+    tensors = load_file(head / "model.safetensors")
+    engine = make_engine(ring, write(tmp_path / "copied", config, tensors), **CPU)
+    assert engine.config.draft is not None
+    assert engine.config.draft.model.quantization == "none"
+    assert alone(engine, [3, 4, 5], GREEDY) == list(range(6, 36))
+    narrow = tensors | {"fc.weight": tensors["fc.weight"].to(torch.float8_e4m3fn)}
+    with pytest.raises(ValueError, match=r"fc.weight is in torch.float8_e4m3fn, and a head's quantised weights "):
+        make_engine(ring, write(tmp_path / "narrow", config, narrow), **CPU)
+
+
+def test_features_that_have_no_groups(tmp_path: Path) -> None:
+    """Of a model with other hidden states than the head's."""
+    model = folder_of(tmp_path / "model", MODEL | {"hidden_size": 80})
+    head = folder_of(tmp_path / "head", HEAD | {LAYER_IDS: [0, 1, 2]})
+    speculation = json.dumps(
+        {"method": "eagle3", "model": str(head), "num_speculative_tokens": 2, "quantization": "int4"}
+    )
+    args = EngineArgs(model=str(model), device="cpu", speculative_config=speculation, load_format="dummy")
+    for check in (lambda: check_draft_model(args, model, head), lambda: create_engine_config(args)):
+        with pytest.raises(ValueError, match=r"quantization int4 cannot work here: .* multiple of 32, is 240; give"):
+            check()
 
 
 def test_models_that_cannot_have_a_head(tmp_path: Path) -> None:
