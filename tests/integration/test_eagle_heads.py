@@ -258,9 +258,10 @@ def test_the_heads_layer_is_offered_to_other_workers(
     tmp_path: Path, backend: dict[str, Any], layers: list[int]
 ) -> None:
     """After the model's, when it is written; with the content that it has where nobody is told of layers."""
-    ring, head = write_ring(tmp_path / "ring"), write_ring_head(tmp_path / "head", **{LAYER_IDS: layers})
+    model = write_random_model(tmp_path / "model")
+    head = write_random_head(tmp_path / "head", num_features=1, **{LAYER_IDS: layers})
     prompt = [(7 * i) % 55 + 5 for i in range(40)]
-    plain = make_engine(ring, head, prefill_chunk_tokens=24, **backend)
+    plain = make_engine(model, head, prefill_chunk_tokens=24, **backend)
     alone(plain, prompt, replace(GREEDY, max_tokens=1))
     written: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -465,6 +466,14 @@ def test_a_head_whose_checkpoint_is_quantised(tmp_path: Path) -> None:
     narrow = tensors | {"fc.weight": tensors["fc.weight"].to(torch.float8_e4m3fn)}
     with pytest.raises(ValueError, match=r"fc.weight is in torch.float8_e4m3fn, and a head's quantised weights "):
         make_engine(ring, write(tmp_path / "narrow", config, narrow), **CPU)
+
+
+def test_a_head_of_another_size_without_an_embedding(tmp_path: Path) -> None:
+    model = folder_of(tmp_path / "model", MODEL | {"hidden_size": 80})
+    head = folder_of(tmp_path / "head", HEAD | {LAYER_IDS: [0, 1, 2]})
+    says = r"no model.embed_tokens.weight, and the model's has shape \(60, 80\), expected \(60, 64\)"
+    with pytest.raises(ValueError, match=f"^speculative_config model: the head has {says}"):
+        make_engine(model, head, load_format="dummy", **CPU)
 
 
 def test_features_that_have_no_groups(tmp_path: Path) -> None:
