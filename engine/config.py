@@ -104,7 +104,7 @@ class SchedulerConfig:
     draft_catch_up_tokens: int = 0
     """The most known tokens that a draft model reads in a step (engine/scheduling/model_drafting.py)."""
     draft_model_len: int = 0
-    """The longest sequence for which a draft model or head guesses; 0 without one."""
+    """The longest sequence for which the draft model guesses; 0 without one."""
 
     @property
     def max_decode_rows(self) -> int:

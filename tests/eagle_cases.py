@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from many_endings import CONFIG as ENDINGS
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+
+from engine.engine_args import EngineArgs
+from engine.llm_engine import LLMEngine
+from engine.model_loader import create_engine_config
+from engine.sampling_params import SamplingParams
 
 MODEL = ENDINGS | {
     "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 4, "head_dim": 16, "max_position_embeddings": 512,
@@ -17,6 +23,9 @@ MODEL = ENDINGS | {
 """Of sizes that the CPU kernels can compute."""
 HEAD = MODEL | {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 40}
 SIZE, NUM_TOKENS = 64, 60
+GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+CPU = {"dtype": "bfloat16", "attention_backend": "cpu"}
+PLAIN = {"dtype": "float32", "attention_backend": "torch"}
 
 
 def write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Path:
@@ -24,6 +33,34 @@ def write(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]
     (folder / "config.json").write_text(json.dumps(config))
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     return folder
+
+
+def folder_of(path: Path, config: dict[str, Any]) -> Path:
+    """For made-up weights."""
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def make_engine(model: Path, head: Path | None, *, num_drafts: int = 4, **settings: Any) -> LLMEngine:
+    speculation = ""
+    if head is not None:
+        speculation = json.dumps({"method": "eagle3", "model": str(head), "num_speculative_tokens": num_drafts})
+    defaults: dict[str, Any] = {
+        "device": "cpu", "num_threads": 1, "block_size": 16, "num_kv_blocks": 72, "max_num_seqs": 16, "max_itl_ms": 0.0,
+    }  # fmt: skip
+    args = EngineArgs(model=str(model), **{"speculative_config": speculation} | defaults | settings)
+    return LLMEngine(create_engine_config(args))
+
+
+def num_wrong(engine: LLMEngine) -> int:
+    return engine.stats.num_draft_tokens - engine.stats.num_accepted_tokens
+
+
+def rewritten(head: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Path:
+    """The head with its tensors changed."""
+    config = json.loads((head / "config.json").read_text())
+    return write(head.parent / "changed", config, change(load_file(head / "model.safetensors")))
 
 
 # -- a ring -----------------------------------------------------------------------------------------------------
@@ -43,7 +80,8 @@ def write_ring(folder: Path, *, sharpness: float = 6.0) -> Path:
 
 
 def write_ring_head(folder: Path, **config: Any) -> Path:
-    """The head of that model. It knows the token before the last one, so it is right while the ring is kept."""
+    """The head of that model. It knows the token before the last one, so it is right while the ring is kept. It attends
+    to nothing: what is in the pool does not show in its guesses."""
     tokens = torch.eye(SIZE)[:NUM_TOKENS]
     to_next = torch.eye(SIZE)[_next_of(torch.arange(NUM_TOKENS))]
     layer = _layer("midlayer", inputs=2 * SIZE)

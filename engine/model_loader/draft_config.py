@@ -8,7 +8,7 @@ from pathlib import Path
 
 from engine.config import EngineConfig
 from engine.engine_args import EngineArgs
-from engine.model_loader.eagle_settings import check_features_fit, check_head_files, check_is_no_head, read_eagle_config
+from engine.model_loader.eagle_settings import check_is_no_head, read_eagle_config
 from engine.model_loader.language_part import read_config
 from engine.model_loader.model_config import digest_of, make_engine_config
 from engine.model_loader.same_tokens import check_same_tokens
@@ -57,9 +57,11 @@ def with_eagle_head(config: EngineConfig, args: EngineArgs, folder: Path) -> Eng
     """`folder`: the head's. Its keys and values are one more layer of the pool, so two engines can exchange KV only if
     they have the same head. Raises `ValueError` that says what is wrong with it."""
     model = load_model_shape(config.model.hf_config, args.model_impl)
-    eagle, hf_config = read_eagle_config(folder, model)
-    check_head_files(folder, args.load_format)
-    check_features_fit(_draft_args(config, args).quantization, eagle)
+    speculation = config.scheduler.speculation
+    assert speculation is not None
+    eagle, hf_config = read_eagle_config(
+        folder, model, load_format=args.load_format, quantization=speculation.quantization
+    )
     own_bytes = block_bytes_of(args, config.model, config.cache.kv_dtype, config.device.device)
     num_blocks = num_blocks_in_both(
         args,
@@ -91,7 +93,6 @@ def with_eagle_head(config: EngineConfig, args: EngineArgs, folder: Path) -> Eng
     return replace(
         config,
         model=replace(config.model, num_layers=config.model.num_layers + 1),
-        scheduler=replace(config.scheduler, draft_model_len=config.model.max_model_len),
         draft=head,
         eagle=eagle,
         compat_digest="; ".join((

@@ -11,9 +11,11 @@ from engine.models import ModelShape
 from engine.models.eagle_config import ARCHITECTURES, EagleConfig, as_llama
 
 
-def read_eagle_config(folder: Path, model: ModelShape) -> tuple[EagleConfig, dict[str, Any]]:
+def read_eagle_config(
+    folder: Path, model: ModelShape, *, load_format: str, quantization: str
+) -> tuple[EagleConfig, dict[str, Any]]:
     """Read the config of the head in `folder`: what it means for `model`, and its fields as those of a Llama. Raises
-    `ValueError` if the head cannot guess for the model."""
+    `ValueError` if the head cannot guess for the model. `load_format`: the model's. `quantization`: the head's."""
     hf_config = as_llama(read_json(folder / "config.json"))
     config = EagleConfig.from_hf(hf_config, num_layers=model.num_decoder_layers, feature_size=model.hidden_size)
     layer = config.layer
@@ -28,10 +30,12 @@ def read_eagle_config(folder: Path, model: ModelShape) -> tuple[EagleConfig, dic
             f"its keys and values are one more layer of the model's pool, which has {kept}, and it has {own[0]} key "
             f"heads of size {own[1]}"
         )
+    check_head_files(folder, load_format)
+    _check_features_fit(quantization, config)
     return config, hf_config
 
 
-def check_features_fit(quantization: str, eagle: EagleConfig) -> None:
+def _check_features_fit(quantization: str, eagle: EagleConfig) -> None:
     """Raise `ValueError` if the product that makes features cannot be quantised. The layer's are checked like a
     model's; only this one has inputs that depend on the model's size."""
     num_inputs = len(eagle.feature_layers) * eagle.feature_size

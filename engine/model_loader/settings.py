@@ -18,7 +18,7 @@ from engine.engine_args import OTHER_NAMES_OF_DTYPES, EngineArgs
 from engine.kv_shape import kv_cache_shape, kv_dtype_of, num_state_blocks_of
 from engine.lora.modules import check_lora_folder, parse_lora_modules, read_lora_module
 from engine.memory import least_gib, memory_bytes, most_gib
-from engine.model_loader.eagle_settings import check_features_fit, check_head_files, check_is_no_head, read_eagle_config
+from engine.model_loader.eagle_settings import check_head_files, check_is_no_head, read_eagle_config
 from engine.model_loader.folder import read_json
 from engine.model_loader.language_part import read_config
 from engine.model_loader.same_tokens import check_same_tokens
@@ -94,12 +94,12 @@ def _check_eagle_head(args: EngineArgs, speculation: SpeculativeConfig, folder: 
         check_head_files(head_folder, args.load_format)
         return
     model = load_decoder_config(hf_config)
-    eagle, _ = read_eagle_config(head_folder, model)
-    check_head_files(head_folder, args.load_format)
+    eagle, _ = read_eagle_config(
+        head_folder, model, load_format=args.load_format, quantization=speculation.quantization
+    )
     share = share_of(eagle.layer, args.tensor_parallel_size)
     # In the model's dtype, whatever the head's files have.
     _check_quantization(replace(args, quantization=speculation.quantization), hf_config, share)
-    check_features_fit(speculation.quantization, eagle)
     kv_dtype = kv_dtype_of(args.kv_cache_dtype, dtype_of(args, hf_config))
     own_bytes = block_bytes_of(
         args, share_of(model, args.tensor_parallel_size), kv_dtype, "cpu" if _is_for_cpu(args) else "cuda"

@@ -32,7 +32,8 @@ class FeatureRows:
 
     def next_step(self, output: SchedulerOutput) -> NDArray[np.int64]:
         """[T] the rows of the tokens before those of `output`, which is launched next: of the last step, or, from
-        `1 + its number of rows` on, of this one."""
+        `1 + its number of rows` on, of this one. From here on, this step is the last: a launch that fails ends the
+        engine."""
         num_tokens = sum(item.num_new_tokens for item in output.scheduled)
         rows_before = np.arange(num_tokens) + self._num_rows
         first_of, start = {}, 0

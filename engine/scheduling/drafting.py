@@ -8,6 +8,8 @@ speculation.py says where drafts come from.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from engine.config import SchedulerConfig
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.head_drafting import HeadDrafting
@@ -22,6 +24,30 @@ PATIENCE = {"ngram": 1, "draft_model": 8, "eagle3": 8}
 wrong now and then."""
 
 
+class Planner(Protocol):
+    """Decides what a draft model or head computes before a step."""
+
+    def begin(self, decoding: list[ScheduledSequence]) -> list[ScheduledSequence]:
+        """Begin a step. Returns the sequences in the order in which to plan."""
+
+    def plan(self, seq: Sequence, num_wanted: int, num_left: int) -> DraftPart | None:
+        """Plan what is computed for `seq`, whose tokens are all known: guess at most `num_wanted` tokens, at least one,
+        or read what must be read before. Returns None for nothing. Allocates the blocks of the drafts. `num_left`: the
+        tokens that may still follow, more than `num_wanted`."""
+
+    def settle(self, seq: Sequence) -> None:
+        """A step has dropped the wrong drafts of `seq`."""
+
+
+def _planner(config: SchedulerConfig, block_manager: BlockManager) -> Planner | None:
+    """None: drafts are looked up."""
+    if config.speculation is None or not config.speculation.model:
+        return None
+    if config.speculation.method == "eagle3":
+        return HeadDrafting(block_manager)
+    return ModelDrafting(config, block_manager)
+
+
 class Drafting:
     """One per scheduler. Owns nothing: the sequence owns the blocks of its drafts."""
 
@@ -34,10 +60,7 @@ class Drafting:
         self._stop_rule = stop_rule
         self._stats = stats
         self._patience = 1 if self._config is None else PATIENCE[self._config.method]
-        self._model: ModelDrafting | HeadDrafting | None = None
-        if self._config is not None and self._config.model:
-            drafting = HeadDrafting if self._config.method == "eagle3" else ModelDrafting
-            self._model = drafting(config, block_manager)
+        self._model = _planner(config, block_manager)
 
     def add(self, decoding: list[ScheduledSequence], budget: int) -> tuple[list[ScheduledSequence], list[DraftPart]]:
         """Return `decoding` with drafts added where some are found and blocks are available, at most `budget` drafts in

@@ -8,7 +8,6 @@ one more layer (engine/running/eagle_drafter.py). So they are wherever the model
 
 from __future__ import annotations
 
-from engine.config import SchedulerConfig
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.sequence import DraftPart, ScheduledSequence, Sequence
 
@@ -16,21 +15,20 @@ from engine.scheduling.sequence import DraftPart, ScheduledSequence, Sequence
 class HeadDrafting:
     """One per scheduler. Owns nothing: the sequence owns the blocks of its drafts."""
 
-    def __init__(self, config: SchedulerConfig, block_manager: BlockManager) -> None:
-        self._max_model_len = config.draft_model_len
+    def __init__(self, block_manager: BlockManager) -> None:
         self._block_manager = block_manager
 
     def begin(self, decoding: list[ScheduledSequence]) -> list[ScheduledSequence]:
-        """See `ModelDrafting.begin`: any order will do."""
+        """Any order will do."""
         return decoding
 
     def plan(self, seq: Sequence, num_wanted: int, num_left: int) -> DraftPart | None:
-        """See `ModelDrafting.plan`."""
-        num_wanted = min(num_wanted, num_left - 1, self._max_model_len - len(seq))
-        if num_wanted < 1 or not self._block_manager.can_append(seq, num_drafts=num_wanted):
+        """Plan that the head guesses `num_wanted` tokens, if blocks are available for them."""
+        del num_left  # `num_wanted` is less: a head guesses at once
+        if not self._block_manager.can_append(seq, num_drafts=num_wanted):
             return None
         self._block_manager.append(seq, num_wanted)
         return DraftPart(seq, len(seq) - 1, len(seq), num_wanted)
 
     def settle(self, seq: Sequence) -> None:
-        """See `ModelDrafting.settle`: the head's keys and values go with the model's."""
+        """The head's keys and values go with the model's."""

@@ -26,6 +26,7 @@ from __future__ import annotations
 import json
 from collections.abc import MutableSequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -87,7 +88,8 @@ class SpeculativeConfig:
             given = None
         _check(isinstance(given, dict), f"must be a JSON object, such as {EXAMPLE}, is {str(text)[:80]!r}")
         if given.get("model"):
-            given.setdefault("method", "eagle3" if "eagle3" in str(given["model"]).lower() else "draft_model")
+            is_head = "eagle3" in Path(str(given["model"])).name.lower()
+            given.setdefault("method", "eagle3" if is_head else "draft_model")
         _check_method(given.get("method", cls.method))  # first: other methods have other fields
         names = [field.name for field in fields(cls)]
         unknown = sorted(set(given) - set(names))

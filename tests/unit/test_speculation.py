@@ -141,6 +141,10 @@ def test_the_setting_is_json_with_vllms_words() -> None:
     by_model = SpeculativeConfig(num_speculative_tokens=3, method="draft_model", model="small", quantization="int8")
     text = '{"model": "small", "num_speculative_tokens": 3, "quantization": "int8"}'
     assert SpeculativeConfig.parse(text) == by_model
+    head = SpeculativeConfig.parse('{"model": "/eagle/EAGLE3-Llama", "num_speculative_tokens": 3}')
+    assert head == SpeculativeConfig(num_speculative_tokens=3, method="eagle3", model="/eagle/EAGLE3-Llama")
+    by_folder = SpeculativeConfig.parse('{"model": "/eagle3/small", "num_speculative_tokens": 3}')
+    assert by_folder == SpeculativeConfig(num_speculative_tokens=3, method="draft_model", model="/eagle3/small")
     only_one = SpeculativeConfig.parse('{"num_speculative_tokens": 3, "prompt_lookup_max": 1}')
     assert only_one is not None
     assert only_one.prompt_lookup_min == 1
