@@ -94,9 +94,10 @@ class Drafting:
             return scheduled, None
         if self._model is None or seq.grammar is not None:
             scheduled = self._looked_up(scheduled, config, most)
-        if self._model is None or scheduled.draft_token_ids or not _may_guess(seq):
+        num_wanted = min(most, seq.draft_history.num_wanted(len(seq)))
+        if self._model is None or scheduled.draft_token_ids or not num_wanted or not _may_guess(seq):
             return scheduled, None
-        return scheduled, self._model.plan(seq, min(most, seq.draft_history.num_wanted(len(seq))), num_left)
+        return scheduled, self._model.plan(seq, num_wanted, num_left)
 
     def add_models(self, output: SchedulerOutput, drafts: list[list[int]]) -> list[ScheduledSequence]:
         """Return the step's sequences with `drafts`, those of each of `output.draft_parts`."""
