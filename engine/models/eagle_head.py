@@ -136,7 +136,8 @@ def _embedding(config: EagleConfig, weights: Weights, embedding_VD: torch.Tensor
         return weights.take(name, shape)
     if tuple(embedding_VD.shape) != shape:
         raise ValueError(
-            f"the head has no {name}, and the model's has shape {tuple(embedding_VD.shape)}, expected {shape}"
+            f"the head is for models with a hidden_size of {shape[1]}, and the model's is {embedding_VD.shape[1]} (it "
+            f"has no {name} of its own)"
         )
     return embedding_VD
 
