@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from engine.attention import AttentionBackend, create_attention_backend
+from engine.cache_dir import report
 from engine.config import EngineConfig
 from engine.kv_cache import allocate_kv_pool
 from engine.kv_shape import KVCacheShape, kv_cache_shape
@@ -73,6 +74,8 @@ class EagleDrafter:
 
     def start(self, kv_pool: torch.Tensor) -> None:
         """Guess over the engine's pool from now on, and warm up a GPU."""
+        if self._group is None or not self._group.rank:
+            report(f"{self._config.model.model} guesses; its KV is one layer of the pool's {len(kv_pool)}")
         of_head = kv_pool[-1:]
         self._runner = self._make_runner(of_head)
         if self._config.device.device != "cpu":

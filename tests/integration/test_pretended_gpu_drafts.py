@@ -50,6 +50,20 @@ def nums_replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return nums
 
 
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[SchedulerOutput]:
+    """Collects what is launched, replayed or not."""
+    collected = list[SchedulerOutput]()
+    launch = ModelRunner.launch
+
+    def collecting(self: ModelRunner, output: SchedulerOutput, step: StepInput) -> SampledTokens:
+        collected.append(output)
+        return launch(self, output, step)
+
+    monkeypatch.setattr(ModelRunner, "launch", collecting)
+    return collected
+
+
 @pytest.mark.parametrize(
     ("config", "settings", "other"),
     [
@@ -84,33 +98,25 @@ def test_drafts_in_recorded_steps(
 
 
 def test_the_rounds_of_a_draft_model_are_replays(
-    gpu: PretendGpu, nums_replayed: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpu: PretendGpu, nums_replayed: list[int], launches: list[SchedulerOutput], tmp_path: Path
 ) -> None:
     """Whether it reads one token or two: only where it catches up, as with a prompt, is anything launched by itself."""
     (tmp_path / "draft").mkdir()
     (tmp_path / "draft" / "config.json").write_text(json.dumps(WIDE))
     guessing = json.dumps({"model": str(tmp_path / "draft"), "num_speculative_tokens": 3})
     drafting = make_engine(tmp_path, WIDE, speculative_config=guessing, **SMALL | {"max_num_seqs": 4})
-    num_launched = 0
-    launch = ModelRunner.launch
-
-    def counting(self: ModelRunner, output: SchedulerOutput, step: StepInput) -> SampledTokens:
-        nonlocal num_launched
-        num_launched += 1
-        return launch(self, output, step)
-
-    monkeypatch.setattr(ModelRunner, "launch", counting)
+    launches.clear()
     nums_replayed.clear()
     prompt, params = [7, 9, 11] * 4, replace(GREEDY, max_tokens=14, repetition_penalty=1.2)
     answer = alone(drafting, prompt, params)
-    assert len(nums_replayed) == num_launched - 2, "the prompt, and the prompt in the draft model"
+    assert len(nums_replayed) == len(launches) - 2, "the prompt, and the prompt in the draft model"
     assert drafting.stats.num_accepted_tokens == drafting.stats.num_draft_tokens > 6
     assert answer == alone(make_engine(tmp_path, WIDE, **SMALL | {"attention_backend": "torch"}), prompt, params)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_rounds_of_an_eagle_head_are_replays(
-    gpu: PretendGpu, nums_replayed: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+    gpu: PretendGpu, nums_replayed: list[int], launches: list[SchedulerOutput], tmp_path: Path, dtype: str
 ) -> None:
     """And so are the steps whose hidden states it reads: only the prompt is launched kernel by kernel."""
     ring, head = write_ring(tmp_path / "ring"), write_ring_head(tmp_path / "head")
@@ -119,18 +125,10 @@ def test_the_rounds_of_an_eagle_head_are_replays(
     settings = SMALL | {"load_format": "auto", "dtype": dtype, "max_num_seqs": 4, "block_size": 16}
     drafting = make_engine(ring, config, speculative_config=guessing, **settings)
     assert drafting.config.device.uses_graphs
-    num_launched = 0
-    launch = ModelRunner.launch
-
-    def counting(self: ModelRunner, output: SchedulerOutput, step: StepInput) -> SampledTokens:
-        nonlocal num_launched
-        num_launched += 1
-        return launch(self, output, step)
-
-    monkeypatch.setattr(ModelRunner, "launch", counting)
+    launches.clear()
     nums_replayed.clear()
     assert alone(drafting, [3, 4, 5], replace(GREEDY, max_tokens=14)) == list(range(6, 20))
-    assert len(nums_replayed) == num_launched - 1
+    assert len(nums_replayed) == len(launches) - 1
     assert drafting.stats.num_accepted_tokens == drafting.stats.num_draft_tokens > 6
 
 
