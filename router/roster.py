@@ -42,10 +42,13 @@ class Roster:
 
     @classmethod
     def of(cls, handles: Iterable[WorkerHandle], num_changes: int, served_kinds: ServedKinds) -> Roster:
-        """`served_kinds` chooses the served kinds among the decode workers that are usable, or expected to be."""
+        """`served_kinds` chooses the served kinds among the workers that are usable, or expected to be."""
         handles = list(handles)
         expected = [h for h in handles if h.is_expected and h.facts.role == pb.ROLE_DECODE]
-        compat_digest = served_kinds.among(h.facts.compat_digest for h in expected)
+        prefill = [h for h in handles if h.is_expected and h.facts.role == pb.ROLE_PREFILL]
+        compat_digest = served_kinds.among(
+            decode=(h.facts.compat_digest for h in expected), prefill=(h.facts.compat_digest for h in prefill)
+        )
         served = [h for h in expected if h.facts.compat_digest == compat_digest]
         by_adapter: dict[str, Counter[Kind]] = {}
         for (digest, adapters), num in Counter((h.facts.compat_digest, h.facts.adapters) for h in served).items():

@@ -3,8 +3,9 @@
 A worker's kind is its compat digest (weights, dtype, layout). For a request with an adapter, it includes the adapter's
 digest: two workers may have the same model but different adapters of the same name.
 
-The served kind is the one that most decode workers have. Workers of another kind finish what they have begun, and take
-over when they become more, as in an upgrade.
+The served kind is the one that most decode workers have; if two have equally many, the one of these two that more
+prefill workers have. Workers of another kind finish what they have begun, and take over when they become more, as in an
+upgrade.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from prefix_hash.compat import compat_difference
 
@@ -38,12 +39,14 @@ class ServedKinds:
         self._last_of: dict[str, Kind] = {}
         """By adapter name."""
 
-    def among(self, compat_digests: Iterable[str]) -> str | None:
-        """The most frequent digest; on a tie, the one served before. None: there has been no worker yet."""
-        counts = Counter(compat_digests)
+    def among(self, decode: Iterable[str], prefill: Iterable[str]) -> str | None:
+        """The digest of most decode workers; on a tie, of most prefill workers too; then, the one served before. None:
+        there has been no decode worker yet. `decode`, `prefill`: the digests of these workers."""
+        num_decode, num_prefill = Counter(decode), Counter(prefill)
+        counts = {digest: (num, num_prefill[digest]) for digest, num in num_decode.items()}
         before, self._last = self._last, _most_frequent(counts, self._last)
         if before is not None and self._last is not None and self._last != before:
-            facts = {"num": counts[self._last], "why": compat_difference(self._last, before)}
+            facts = {"num": num_decode[self._last], "why": compat_difference(self._last, before)}
             _log.warning("new requests now go to workers of another kind", extra=facts)
         return self._last
 
@@ -62,7 +65,8 @@ class ServedKinds:
         return self._last_of
 
 
-def _most_frequent(counts: Counter[_T], before: _T | None) -> _T | None:
-    if counts and (before is None or counts[before] < max(counts.values())):
+def _most_frequent(counts: Mapping[_T, Any], before: _T | None) -> _T | None:
+    """`counts`: numbers, or tuples of numbers of which the first that differs decides."""
+    if counts and (before is None or before not in counts or counts[before] < max(counts.values())):
         return max(counts, key=lambda kind: counts[kind])
     return before

@@ -307,7 +307,7 @@ class WorkerPool:
 
     @property
     def of_another_kind(self) -> list[str]:
-        """Ids of workers that get no new requests because most decode workers are of another kind."""
+        """Ids of workers that get no new requests because another kind is served."""
         served = self.roster.compat_digest
         return sorted(h.record.worker_id for h in self.workers.handles.values() if h.facts.compat_digest != served)
 

@@ -296,6 +296,24 @@ async def test_new_requests_go_to_workers_of_one_kind() -> None:
         await each.leave()
 
 
+async def test_of_two_kinds_with_as_many_decode_workers_the_one_with_prefill_workers_is_served() -> None:
+    """Otherwise a stray decode worker that took over while another was restarted would keep prefill workers idle."""
+    bench = Bench(with_prefill=True)
+    stray = bench.add("stray", pb.Role.ROLE_DECODE, 2048)
+    for handle, digest in ((bench.prefill, "a"), (bench.decode, "a"), (stray, "b")):
+        bench.tell(handle, compat_digest=digest)
+    assert bench.pool.of_another_kind == ["stray"]
+    bench.lose_decode_session(num_lost=99)
+    assert bench.pool.of_another_kind == ["d", "p"], "the stray is the only decode worker"
+    bench.reopen_decode_session()
+    assert bench.pool.of_another_kind == ["stray"]
+    bench.prefill.is_leaving = True
+    bench.tell(bench.prefill)
+    assert bench.pool.of_another_kind == ["stray"], "as many prefill workers, too: as before"
+    bench.tell(bench.add("third", pb.Role.ROLE_DECODE, 2048), compat_digest="b")
+    assert bench.pool.of_another_kind == ["d", "p"], "decode workers count before prefill workers"
+
+
 async def test_workers_that_would_leave_out_a_grammar_do_not_get_it() -> None:
     """Older workers do not know the `grammar` field, and would answer without the grammar."""
     bench = Bench(with_prefill=True)
