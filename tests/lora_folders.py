@@ -47,26 +47,45 @@ def write_adapter(
     tensors: dict[str, Any] | None = None,
 ) -> None:
     """Write an adapter with random weights. `tensors` adds or replaces tensors; the value None removes one."""
+    of_all_layers = {
+        f"model.layers.{layer}.{product}": size
+        for layer in range(CONFIG["num_hidden_layers"])
+        for product, size in products.items()
+    }
+    write_adapter_of(folder, of_all_layers, rank=rank, seed=seed, config=config, tensors=tensors)
+
+
+def write_adapter_of(
+    folder: Path,
+    products: Mapping[str, tuple[int, int]],
+    *,
+    rank: int,
+    seed: int,
+    config: dict[str, Any] | None = None,
+    tensors: dict[str, Any] | None = None,
+) -> None:
+    """Like `write_adapter`. `products`: outputs and inputs by their names in the model."""
     folder.mkdir(parents=True, exist_ok=True)
     meaning = {"peft_type": "LORA", "r": rank, "lora_alpha": ALPHA, "bias": "none", "use_rslora": False}
     (folder / "adapter_config.json").write_text(json.dumps(meaning | (config or {})))
     generator = torch.Generator().manual_seed(seed)
     drawn: dict[str, Any] = {}
-    for layer in range(CONFIG["num_hidden_layers"]):
-        for product, (outputs, inputs) in products.items():
-            name = f"base_model.model.model.layers.{layer}.{product}"
-            drawn[f"{name}.lora_A.weight"] = torch.randn(rank, inputs, generator=generator) * 0.2
-            drawn[f"{name}.lora_B.weight"] = torch.randn(outputs, rank, generator=generator) * 0.2
+    for product, (outputs, inputs) in products.items():
+        name = f"base_model.model.{product}"
+        drawn[f"{name}.lora_A.weight"] = torch.randn(rank, inputs, generator=generator) * 0.2
+        drawn[f"{name}.lora_B.weight"] = torch.randn(outputs, rank, generator=generator) * 0.2
     drawn |= tensors or {}
     save_file({name: value for name, value in drawn.items() if value is not None}, folder / "adapter_model.safetensors")
 
 
-def merge(weights: Path, adapter: Path, scale: float, folder: Path) -> None:
-    """Write the model's weights with the adapter merged in: W + s B A, in float32."""
+def merge(weights: Path, adapter: Path, scale: float, folder: Path, *, is_transposed: bool = False) -> None:
+    """Write the model's weights with the adapter merged in: W + s B A, in float32. `is_transposed`: the weights are
+    stored as [inputs, outputs]."""
     merged, added = load_file(weights), load_file(adapter / "adapter_model.safetensors")
     for name, down in added.items():
         if ".lora_A." in name:
             product = name.removeprefix("base_model.model.").replace(".lora_A", "")
             up = added[name.replace("lora_A", "lora_B")]
-            merged[product] = merged[product].float() + scale * (up.float() @ down.float())
+            change = scale * (up.float() @ down.float())
+            merged[product] = merged[product].float() + (change.T if is_transposed else change)
     save_file(merged, folder / "model.safetensors")

@@ -12,7 +12,7 @@ Shapes: T tokens of a step, n tokens of one adapter, R the concatenated ranks of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -32,6 +32,11 @@ from engine.weight_cut import INPUTS, OUTPUTS, Cut, CutOf, uncut
 
 PREFIX = "base_model.model."
 """Prefix of all names in PEFT's files, from its wrappers around the model."""
+LANGUAGE_BODIES = tuple(
+    f"{PREFIX}{body}" for body in ("model.language_model.", "model.text_model.", "language_model.model.")
+)
+"""Prefixes of the layers' names in an adapter for a checkpoint of text and images, of which the text is served
+(engine/model_loader/language_part.py). The last one is of older versions of transformers."""
 RANK_GRAIN = 16
 """Ranks are padded with zeros to a multiple of this, since kernels read inputs in pairs, and in larger vectors."""
 MAX_HEADER_BYTES = 1 << 20
@@ -113,6 +118,8 @@ class Adapters:
         self._files = [self._open(module) for module in modules]
         self._places: list[Place] = []
         """Products for later adapters; empty without room for such."""
+        self._kinds: set[str] = set()
+        """The names, without their layers, of the products that adapters may change."""
 
     def assign(self, adapter_ids: AdapterIds) -> None:
         """Set each row's adapter for what is computed from now on."""
@@ -147,7 +154,7 @@ class Adapters:
     def check_all_taken(self) -> None:
         """Raise `ValueError` if an adapter changes a product that it cannot change here."""
         for file in self._files:
-            file.check_all_taken()
+            file.check_all_taken(self._kinds)
 
     # -- adapters that come and go ------------------------------------------------------------------------------
 
@@ -158,7 +165,7 @@ class Adapters:
         # The file may change meanwhile: read it completely first, instead of mapping it.
         file = self._open(module, self.max_bytes(module.name, module.rank))
         parts = [(place.product, file.take_all(place.outputs, place.inputs)) for place in self._places]
-        file.check_all_taken()
+        file.check_all_taken(self._kinds)
         return [(product, product.prepare(of_product)) for product, of_product in parts if of_product]
 
     def max_bytes(self, name: str, rank: int) -> int:
@@ -191,6 +198,7 @@ class Adapters:
         return bool(added) or self._room.num > 0
 
     def _take(self, outputs: Mapping[str, int], inputs: int) -> Added:
+        self._kinds.update(name.rpartition(".")[2] for name in outputs)
         taken = {number: file.take_all(outputs, inputs) for number, file in enumerate(self._files, start=1)}
         return {number: parts for number, parts in taken.items() if parts}
 
@@ -277,7 +285,12 @@ class _AdapterFile:
         else:
             self._handle = TensorsInMemory(path, device, max_bytes, self._who)
             module.check_weights(self._handle.digest)
-        self._left = set(self._handle.keys())
+        self._stored: dict[str, str] = {}
+        """Names in the file, by the names that an adapter for the language model alone would have."""
+        for name in self._handle.keys():  # noqa: SIM118
+            if (other := self._stored.setdefault(_own_name(name), name)) != name:
+                raise ValueError(f"{self._who}: {path} has two tensors for the same product: {other}, {name}")
+        self._left = set(self._stored)
         if not self._left:
             raise ValueError(f"{self._who}: {path} has no tensors")
 
@@ -305,12 +318,13 @@ class _AdapterFile:
             raise ValueError(f"{self._who}: its weights for {product} are not finite in {self._dtype}")
         return down, up
 
-    def check_all_taken(self) -> None:
+    def check_all_taken(self, kinds: Iterable[str]) -> None:
+        """`kinds`: of the products that the adapter may change."""
         if self._left:
-            some = ", ".join(f"{name!r:.120}" for name in sorted(self._left)[:3])
+            some = ", ".join(f"{self._stored[name]!r:.120}" for name in sorted(self._left)[:3])
             raise ValueError(
-                f"{self._who} has weights that are not supported: {some}; supported are q, k, v, o, gate, up and down "
-                "projections of the model's layers"
+                f"{self._who} has weights that are not supported: {some}; supported are, of the model's layers: "
+                f"{', '.join(sorted(kinds))}"
             )
 
     def _read(self, name: str, shape: tuple[int, ...], cut: Cut | None) -> torch.Tensor:
@@ -321,9 +335,16 @@ class _AdapterFile:
         if name not in self._left:
             raise ValueError(f"{self._who} lacks the tensor {name}")
         with opening(self._path, self._who):
-            tensor: torch.Tensor = self._handle.get_tensor(name)
+            tensor: torch.Tensor = self._handle.get_tensor(self._stored[name])
         if tuple(tensor.shape) != shape or tensor.dtype not in PLAIN_DTYPES:
             found = f"{tuple(tensor.shape)} in {tensor.dtype}"
             raise ValueError(f"{self._who} does not fit the model: {name} has shape {found}, expected {shape}")
         self._left.discard(name)
         return tensor
+
+
+def _own_name(name: str) -> str:
+    for body in LANGUAGE_BODIES:
+        if name.startswith(body):
+            return f"{PREFIX}model.{name.removeprefix(body)}"
+    return name

@@ -24,7 +24,6 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "use_dora": (None, False),
     "bias": (None, "none"),
     "lora_bias": (None, False),
-    "fan_in_fan_out": (None, False),
     "modules_to_save": (None, []),
     "rank_pattern": (None, {}),
     "alpha_pattern": (None, {}),

@@ -39,10 +39,10 @@ def load(config: EngineConfig, backend: PagedBackend[Any], group: RankGroup | No
     """See `engine.model_loader.load_model`."""
     shape = load_model_shape(config.model.hf_config, config.model.model_impl)
     parts = parts_of(config, config.model.quantization)
+    if config.lora_modules or config.lora_room.num:
+        parts = _adapted(config, parts, _cuts_of(shape, group))
     if isinstance(shape, DecoderConfig):
         weights = _weights_of(config, config.device.device)
-        if config.lora_modules or config.lora_room.num:
-            parts = _adapted(config, parts, _cuts_of(shape, group))
         if group is not None:
             from engine.tensor_parallel.sharing import shared_out
 
@@ -51,12 +51,13 @@ def load(config: EngineConfig, backend: PagedBackend[Any], group: RankGroup | No
     return _load_transformers_model(config, shape, backend, parts)
 
 
-def _cuts_of(shape: DecoderConfig, group: RankGroup | None) -> CutOf:
+def _cuts_of(shape: ModelShape, group: RankGroup | None) -> CutOf:
     """This rank's part of each product."""
     if group is None:
         return uncut
     from engine.tensor_parallel.sharing import cuts_of
 
+    assert isinstance(shape, DecoderConfig)
     return cuts_of(shape, group)
 
 
@@ -90,7 +91,13 @@ def _load_transformers_model(
     is_narrow = not is_mxfp4(hf_config) and StoredWeights.from_hf(hf_config).quantizations
     narrow = _weights_of(config, "cpu") if is_narrow else None
     causal_lm, kept = load_causal_lm(config, narrow, keeps_four_bits=parts.four_bit_experts is not None)
-    products = OurProducts(_linear_of(config, parts), parts.lm_head, narrow=parts.linear)
+    products = OurProducts(
+        _linear_of(config, parts),
+        parts.lm_head,
+        narrow=parts.linear,
+        adapters=parts.adapters,
+        adaptable=frozenset(shape.adaptable),
+    )
     replace_experts(causal_lm, parts, config.model.quantization, kept.experts, config.device.device)
     replace_products(causal_lm, products, kept.products, config.device.device)
     return TransformersModel(shape, causal_lm, backend, parts, _states_of(config, shape))

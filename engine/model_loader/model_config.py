@@ -60,7 +60,6 @@ from engine.model_loader.settings import (
 )
 from engine.model_loader.weights import check_size, digest_by_reading, digest_files, dummy_digest
 from engine.models import ModelShape, load_model_shape
-from engine.models.decoder_config import DecoderConfig
 from engine.models.recurrent_shape import recurrent_bytes
 from engine.models.stored_weights import AS_STORED, StoredWeights, is_mxfp4
 from engine.quantization_choice import resolve_quantization
@@ -94,7 +93,7 @@ def make_engine_config(args: EngineArgs, folder: Path, hf_config: dict[str, Any]
     kv_dtype = kv_dtype_of(args.kv_cache_dtype, dtype)
     _check_devices(device, num_ranks)
     # Checked before reading weights and compiling kernels, which take a while.
-    lora_modules = _lora_modules(args, shape)
+    lora_modules = _lora_modules(args)
     _check_recurrent(args, recurrent_bytes(shape.recurrent_layers, DTYPE_BYTES[dtype]), device)
     needs = Needs(
         model=shape, device=device, capability=capability, dtype=dtype, kv_dtype=kv_dtype, block_size=args.block_size,
@@ -235,7 +234,7 @@ def compat_digest(
     """
     # The number of positions changes no KV; where RoPE depends on it, its configuration has it.
     architecture = {k: v for k, v in asdict(shape).items() if k not in ("max_positions", "why_no_more_positions")}
-    for name in ("products", "num_fixed_expert_tensors"):  # follow from the rest
+    for name in ("products", "adaptable", "num_fixed_expert_tensors"):  # follow from the rest
         architecture.pop(name, None)
     for name in ("recurrent_layers", "head_shapes", "pool_layers"):
         if not architecture.get(name):
@@ -302,8 +301,8 @@ def _model_config(
     )
 
 
-def _lora_modules(args: EngineArgs, shape: ModelShape) -> tuple[LoRAModule, ...]:
-    folders = lora_folders(args, can_adapt=isinstance(shape, DecoderConfig))
+def _lora_modules(args: EngineArgs) -> tuple[LoRAModule, ...]:
+    folders = lora_folders(args)
     for name, path in folders.items():
         check_adapter(name, path)
     return tuple(lora_module_of(name, path) for name, path in folders.items())

@@ -42,11 +42,10 @@ def check_settings(args: EngineArgs, folder: Path) -> None:
     refuse what this leaves out: what depends on the device, and, of a model that transformers' code computes, what that
     code must be observed for."""
     hf_config = read_config(folder, args.load_format)
-    is_ours = is_for_our_decoder(hf_config, args.model_impl)
-    for name, path in lora_folders(args, can_adapt=is_ours).items():
+    for name, path in lora_folders(args).items():
         check_adapter(name, path)
     offloading_bytes_of(args)
-    if not is_ours:
+    if not is_for_our_decoder(hf_config, args.model_impl):
         if args.tensor_parallel_size > 1:
             raise ValueError(ONE_RANK)
         return
@@ -201,12 +200,9 @@ def aliases_of(args: EngineArgs) -> tuple[str, ...]:
     return tuple(map(str.strip, args.served_model_name.split(",")[1:]))
 
 
-def lora_folders(args: EngineArgs, *, can_adapt: bool) -> dict[str, Path]:
-    """The adapters' folders by name, sorted. `can_adapt`: whether our own decoder computes the model."""
+def lora_folders(args: EngineArgs) -> dict[str, Path]:
+    """The adapters' folders by name, sorted."""
     folders = parse_lora_modules(args.lora_modules)
-    if (folders or args.max_loras) and not can_adapt:
-        field, must = ("lora_modules", "empty") if folders else ("max_loras", "0")
-        raise ValueError(f"{field} must be {must} for models that transformers' code computes")
     own_names = [served_model_name_of(args), *aliases_of(args)]
     if taken := [name for name in own_names if name in folders]:
         raise ValueError(f"lora_modules: {taken[0]!r} is the model's own name; give the adapter another name")

@@ -45,6 +45,9 @@ class TransformersConfig(ModelShape):
     """Of these, those of experts that only transformers' code can compute (engine/models/replaced_experts.py)."""
     products: tuple[tuple[int, int], ...]
     """(outputs, inputs) of the layers' products, without repetitions."""
+    adaptable: tuple[str, ...]
+    """Names of the products that adapters may change: each multiplies the tokens of a step, all of them in their order.
+    """
     body: str
     """Name of the module that computes hidden states from tokens; the rest of the causal language model computes logits
     from them."""
@@ -103,6 +106,7 @@ class TransformersConfig(ModelShape):
             num_expert_tensors=step.num_expert_tensors,
             num_fixed_expert_tensors=step.num_fixed_expert_tensors,
             products=step.products,
+            adaptable=step.adaptable,
             body=step.body,
             why_no_more_positions=why_no_more,
             computation=hashlib.blake2b(meaning.encode(), digest_size=16).hexdigest(),

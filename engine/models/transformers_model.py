@@ -59,7 +59,7 @@ class TransformersModel:
         """`causal_lm`: transformers' model on the device, with `PAGED` attention and its products replaced
         (engine/models/transformers_products.py). This modifies it further. `states`: of `config.recurrent_layers`; None
         if there are none."""
-        self.adapters: Adapters | None = None
+        self.adapters: Adapters | None = parts.adapters
         self.states = states
         self.reads_back = False  # if it does read back, the configuration has already turned recording off
         for module in causal_lm.modules():

@@ -35,7 +35,7 @@ from engine.models.replaced_experts import sizes_of_experts
 from engine.models.scores import AttentionModule, Scores
 from engine.models.stored_weights import QUANTIZATIONS
 from engine.models.transformers_head import Head
-from engine.models.transformers_products import sizes_of_products
+from engine.models.transformers_products import is_product, sizes_of_products
 
 WATCHED = "tandem_watched"
 """The name of the recording attention in transformers."""
@@ -73,6 +73,8 @@ class Step:
     num_expert_tensors: int
     num_fixed_expert_tensors: int
     products: tuple[tuple[int, int], ...]
+    adaptable: tuple[str, ...]
+    """See `TransformersConfig`."""
     body: str
 
 
@@ -112,6 +114,7 @@ def watch_a_step(config: Any, max_positions: int) -> Step:
     try:
         model = model_without_weights(config)
         body = _body_of(model)
+        inputs_of = _watch_products(model.get_submodule(body), body)
         recurrent_layers = take_recurrent_layers(model)
         num_expert_tensors, num_fixed = _num_expert_tensors(model)
         products = sizes_of_products(model)
@@ -151,7 +154,37 @@ def watch_a_step(config: Any, max_positions: int) -> Step:
         num_expert_tensors=num_expert_tensors,
         num_fixed_expert_tensors=num_fixed,
         products=products,
+        adaptable=_adaptable(inputs_of, recurrent_layers),
         body=body,
+    )
+
+
+def _watch_products(body: nn.Module, name_of_body: str) -> dict[str, list[torch.Size]]:
+    """By the name of each product: the shapes of its inputs, which will be recorded."""
+    inputs_of: dict[str, list[torch.Size]] = {}
+
+    def watch(name: str, product: nn.Module) -> None:
+        shapes = inputs_of[name] = []
+
+        def note(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            shapes.append((args[0] if args else kwargs["input"]).shape)
+
+        product.register_forward_pre_hook(note, with_kwargs=True)
+
+    for name, module in body.named_modules():
+        if is_product(module):
+            watch(f"{name_of_body}.{name}", module)
+    return inputs_of
+
+
+def _adaptable(inputs_of: dict[str, list[torch.Size]], recurrent_layers: tuple[RecurrentLayer, ...]) -> tuple[str, ...]:
+    """The products whose inputs were the step's tokens, and those of layers that our modules compute, which see all
+    tokens, too."""
+    ours = tuple(f"{layer.name}." for layer in recurrent_layers)
+    return tuple(
+        name
+        for name, shapes in inputs_of.items()
+        if name.startswith(ours) or (shapes and all(shape[:-1].numel() == NUM_TOKENS for shape in shapes))
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -12,6 +12,9 @@ from transformers.pytorch_utils import Conv1D
 
 from engine.layers import Linear, MakeLinear
 from engine.narrow_weight import NarrowWeight
+
+if TYPE_CHECKING:
+    from engine.lora.adapters import Adapters
 
 
 class _Product(nn.Module):
@@ -36,11 +39,15 @@ class OurProducts:
     """The logits."""
     narrow: MakeLinear
     """Takes weights that a checkpoint stores in 8 or 4 bits."""
+    adapters: Adapters | None = None
+    adaptable: frozenset[str] = frozenset()
+    """Names of the products that adapters may change."""
 
 
 def replace_products(causal_lm: Any, ours: OurProducts, stored: dict[str, NarrowWeight], device: str) -> None:
-    """Replace linear layers, one after the other, and move the model to the device. What would be plain torch, or does
-    not fit our parts, or is in another dtype than the model's, stays.
+    """Replace linear layers, one after the other, and move the model to the device. What would be plain torch without
+    adapters, or does not fit our parts, or is in another dtype than the model's, stays. Raises `ValueError` if an
+    adapter does not fit.
 
     `stored`: weights in 8 or 4 bits, by the names of the modules whose weights they are; they are taken from it."""
     head, dtype = causal_lm.get_output_embeddings(), causal_lm.get_input_embeddings().weight.dtype
@@ -50,23 +57,56 @@ def replace_products(causal_lm: Any, ours: OurProducts, stored: dict[str, Narrow
         for name, module in list(parent.named_children()):
             if not is_product(module):
                 continue
-            bias = () if module.bias is None else (module.bias.data.to(device),)
-            narrow = stored.pop(f"{path}.{name}".removeprefix("."), None)
+            full_name = f"{path}.{name}".removeprefix(".")
+            narrow = stored.pop(full_name, None)
             if module.weight.dtype != dtype:  # experts are chosen in float32 in some models, whatever their dtype
                 if narrow is not None:
                     module.weight.data = narrow.dequantized().to(module.weight.dtype)
                 continue
-            if narrow is not None:
-                setattr(parent, name, _Product(ours.narrow(narrow.to(device), *bias)))
-                continue
-            make = ours.lm_head if module is head else ours.linear_of(*size_of(module))
-            if make is Linear or size_of(module)[1] % 2 or (module is head and module.bias is not None):
-                continue  # the logits' product has no bias
-            # Conv1D is GPT-2's linear layer, with a transposed weight.
-            weight = module.weight.data.T.contiguous() if type(module) is Conv1D else module.weight.data
-            setattr(parent, name, _Product(make(weight.to(device), *bias)))
+            if module is head:
+                assert narrow is None, "weights of the logits are widened"
+                linear = _head(module, ours, device)
+            else:
+                linear = _linear(full_name, module, narrow, ours, device)
+            if linear is not None:
+                setattr(parent, name, _Product(linear))
     assert not stored
+    if ours.adapters is not None:
+        ours.adapters.check_all_taken()
     causal_lm.to(device)
+
+
+def _head(module: Any, ours: OurProducts, device: str) -> Linear | None:
+    """The logits' product, which has no bias. None: transformers' stays."""
+    if ours.lm_head is Linear or size_of(module)[1] % 2 or module.bias is not None:
+        return None
+    return ours.lm_head(_weight_of(module).to(device))
+
+
+def _linear(name: str, module: Any, narrow: NarrowWeight | None, ours: OurProducts, device: str) -> Linear | None:
+    """A layer's product, with what adapters add. None: transformers' stays."""
+    outputs, inputs = size_of(module)
+    weight = _weight_of(module) if narrow is None else narrow
+    make = ours.linear_of(outputs, inputs) if narrow is None else ours.narrow
+    if narrow is None and inputs % 2:
+        return None
+    may_stay = make is Linear
+    can_adapt = ours.adapters is not None and name in ours.adaptable
+    if may_stay and not can_adapt:
+        return None
+    bias = () if module.bias is None else (module.bias.data.to(device),)
+    linear = make(weight.to(device), *bias)
+    if not can_adapt:
+        return linear
+    assert ours.adapters is not None
+    adapted = ours.adapters.adapt(linear, {name: outputs}, inputs)
+    return None if may_stay and adapted is linear else adapted
+
+
+def _weight_of(product: Any) -> torch.Tensor:
+    """[outputs, inputs]. Conv1D is GPT-2's linear layer, with a transposed weight."""
+    weight: torch.Tensor = product.weight.data
+    return weight.T.contiguous() if type(product) is Conv1D else weight
 
 
 def sizes_of_products(causal_lm: Any) -> tuple[tuple[int, int], ...]:

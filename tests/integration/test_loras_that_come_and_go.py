@@ -30,6 +30,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "plain": {"dtype": "float32", "attention_backend": "torch"},
     "kernels": {"dtype": "bfloat16"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "transformers": {"dtype": "bfloat16", "model_impl": "transformers"},
     "ranks": {"dtype": "bfloat16", "tensor_parallel_size": 2},
 }
 

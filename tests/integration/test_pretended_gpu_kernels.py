@@ -188,12 +188,17 @@ def test_drafts_are_not_checked_by_flash_attention(gpu: PretendGpu, nums_queries
     assert answer == alone(make_engine(tmp_path, WIDE, **settings | {"attention_backend": "torch"}), prompt, REPEATING)
 
 
-def test_adapters_in_recorded_steps(gpu: PretendGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("model_impl", ["tandem", "transformers"])
+def test_adapters_in_recorded_steps(
+    gpu: PretendGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_impl: str
+) -> None:
     """The answers equal those of plain torch, which launches steps one by one. Decode steps are replayed whichever
     adapters their rows use; steps without adapters launch no adapter kernels."""
     for seed, (name, rank) in enumerate({"a": 4, "b": 20}.items()):
         write_adapter(tmp_path / name, rank=rank, seed=seed)
-    settings = SMALL | {"lora_modules": f"a={tmp_path / 'a'},b={tmp_path / 'b'}", "max_num_seqs": 2}
+    settings = SMALL | {
+        "lora_modules": f"a={tmp_path / 'a'},b={tmp_path / 'b'}", "max_num_seqs": 2, "model_impl": model_impl,
+    }  # fmt: skip
     config = LORA_CONFIG | {"eos_token_id": 1}
     replayed: list[bool] = []
     run = DecodeGraphs.run
@@ -219,13 +224,14 @@ def test_adapters_in_recorded_steps(gpu: PretendGpu, tmp_path: Path, monkeypatch
     assert told == answers(make_engine(tmp_path, config, **settings | {"attention_backend": "torch"}))
 
 
+@pytest.mark.parametrize("model_impl", ["tandem", "transformers"])
 def test_adapters_that_come_and_go_beside_recorded_steps(
-    gpu: PretendGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpu: PretendGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_impl: str
 ) -> None:
     """Steps recorded before an adapter was added compute with whichever adapter is in its place."""
     for seed, (name, rank) in enumerate({"a": 4, "b": 20, "c": 7}.items()):
         write_adapter(tmp_path / name, rank=rank, seed=seed)
-    settings = SMALL | {"max_loras": 2, "max_lora_rank": 24, "max_num_seqs": 2}
+    settings = SMALL | {"max_loras": 2, "max_lora_rank": 24, "max_num_seqs": 2, "model_impl": model_impl}
     config, prompt = LORA_CONFIG | {"eos_token_id": 1}, [5 + 3 * i for i in range(9)]
     num_replayed = 0
     run = DecodeGraphs.run

@@ -145,8 +145,6 @@ def config_with(folder: Path, lora_modules: str, **settings: Any) -> Any:
 def test_an_engine_takes_them_where_its_model_can(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     write_adapter(tmp_path / "a")
-    with pytest.raises(ValueError, match="lora_modules must be empty for models that transformers' code computes"):
-        config_with(tmp_path / "model", f"a={tmp_path / 'a'}", model_impl="transformers")
     with pytest.raises(ValueError, match="lora_modules: 'model' is the model's own name; give the adapter another"):
         config_with(tmp_path / "model", f"model={tmp_path / 'a'}")
     with pytest.raises(ValueError, match="lora_modules: 'also' is the model's own name"):
