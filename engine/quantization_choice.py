@@ -12,6 +12,8 @@ from engine.models.model_shape import ModelShape
 from engine.models.stored_weights import AS_STORED, StoredWeights
 from engine.models.transformers_config import TransformersConfig
 
+Size = tuple[int, int]
+"""(outputs, inputs)"""
 FEWEST_OUTPUTS = 128
 """In models by transformers' code, weights of fewer outputs stay plain. Among them are the gates of experts and of
 states, for which rounding matters most; they take little memory."""
@@ -66,10 +68,12 @@ def check_quantization(asked: str, capability: tuple[int, int] | None, dtype: st
         raise ValueError(f"quantization {asked} cannot work here: {why_not}; give {advice}")
 
 
-def quantizes(quantization: str, outputs: int, inputs: int) -> bool:
-    """Whether a weight of this size is quantised in a model that transformers' code computes; others stay plain."""
-    if quantization == "none" or outputs < FEWEST_OUTPUTS:
+def quantizes(quantization: str, whole: Size, own: Size) -> bool:
+    """Whether a weight is quantised in a model that transformers' code computes; others stay plain. `whole`, `own`: the
+    product's size, and that of this rank's part."""
+    if quantization == "none" or whole[0] < FEWEST_OUTPUTS:
         return False
+    outputs, inputs = own
     if quantization == "fp8":
         return outputs % FLOAT8_GRAIN == 0 and inputs % FLOAT8_GRAIN == 0
     return inputs % (INT4_GROUP_SIZE if quantization == "int4" else INT8_GRAIN) == 0
@@ -81,7 +85,7 @@ def _why_no_product(asked: str, model: TransformersConfig) -> str:
         return "only transformers' code can compute its experts, which would stay plain: most of its weights"
     if model.has_experts:
         return ""
-    if not any(quantizes(asked, *size) for size in model.products):
+    if not any(quantizes(asked, size, size) for size in model.products):
         sizes = ", ".join(f"{outputs}x{inputs}" for outputs, inputs in model.products)
         return f"none of the model's products, of sizes {sizes}, fits it"
     return ""

@@ -26,6 +26,10 @@ class Cut:
         size = shape[self.axis]
         return range(self.index * size, (self.index + 1) * size)
 
+    def part_of(self, size: int) -> range:
+        """The part's range in a whole of this size along the axis."""
+        return self.part((size // self.num_parts,) * (self.axis + 1))
+
 
 CutOf = Callable[[str], Cut | None]
 """Maps a product's name to its cut; None: the whole product."""

@@ -27,7 +27,7 @@ from engine.models.recurrent_states import RecurrentStates
 from engine.models.stored_weights import AS_STORED, StoredWeights, is_mxfp4
 from engine.models.transformers_config import TransformersConfig
 from engine.quantization import QUANTIZED_LINEARS
-from engine.quantization_choice import quantizes
+from engine.quantization_choice import Size, quantizes
 from engine.weight_cut import CutOf, uncut
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def load(config: EngineConfig, backend: PagedBackend[Any], group: RankGroup | No
 
             shape, weights, parts = shared_out(shape, weights, parts, group)
         return Decoder(shape, weights, backend, config.model.max_model_len, parts)
-    return _load_transformers_model(config, shape, backend, parts)
+    return _load_transformers_model(config, shape, backend, parts, group)
 
 
 def _cuts_of(shape: ModelShape, group: RankGroup | None) -> CutOf:
@@ -56,7 +56,10 @@ def _cuts_of(shape: ModelShape, group: RankGroup | None) -> CutOf:
     if group is None:
         return uncut
     from engine.tensor_parallel.sharing import cuts_of
+    from engine.tensor_parallel.transformers_share import TransformersShare
 
+    if isinstance(shape, TransformersConfig):
+        return TransformersShare(shape.splits, group).cut_of
     assert isinstance(shape, DecoderConfig)
     return cuts_of(shape, group)
 
@@ -78,7 +81,7 @@ def _adapted(config: EngineConfig, parts: Parts, cut_of: CutOf) -> Parts:
 
 
 def _load_transformers_model(
-    config: EngineConfig, shape: ModelShape, backend: PagedBackend[Any], parts: Parts
+    config: EngineConfig, shape: ModelShape, backend: PagedBackend[Any], parts: Parts, group: RankGroup | None
 ) -> TransformersModel:
     from engine.model_loader.transformers_weights import load_causal_lm
     from engine.models.replaced_experts import replace_experts
@@ -91,23 +94,32 @@ def _load_transformers_model(
     is_narrow = not is_mxfp4(hf_config) and StoredWeights.from_hf(hf_config).quantizations
     narrow = _weights_of(config, "cpu") if is_narrow else None
     causal_lm, kept = load_causal_lm(config, narrow, keeps_four_bits=parts.four_bit_experts is not None)
+    lm_head, share = parts.lm_head, None
+    if group is not None:
+        from engine.tensor_parallel.sharing import part_of_transformers
+
+        shape, lm_head, share = part_of_transformers(shape, parts, group)
+        share.cut_experts(causal_lm, kept.experts)
     products = OurProducts(
         _linear_of(config, parts),
-        parts.lm_head,
+        lm_head,
         narrow=parts.linear,
         adapters=parts.adapters,
         adaptable=frozenset(shape.adaptable),
+        share=share,
     )
     replace_experts(causal_lm, parts, config.model.quantization, kept.experts, config.device.device)
     replace_products(causal_lm, products, kept.products, config.device.device)
-    return TransformersModel(shape, causal_lm, backend, parts, _states_of(config, shape))
+    if share is not None:
+        share.sum_experts(causal_lm)
+    return TransformersModel(shape, causal_lm, backend, parts, _states_of(config, shape), share)
 
 
-def _linear_of(config: EngineConfig, parts: Parts) -> Callable[[int, int], MakeLinear]:
-    """Which part computes a product of these outputs and inputs."""
+def _linear_of(config: EngineConfig, parts: Parts) -> Callable[[Size, Size], MakeLinear]:
+    """See `OurProducts.linear_of`."""
     quantization = config.model.quantization
     plain = parts_of(config, "none").linear
-    return lambda outputs, inputs: parts.linear if quantizes(quantization, outputs, inputs) else plain
+    return lambda whole, own: parts.linear if quantizes(quantization, whole, own) else plain
 
 
 def _states_of(config: EngineConfig, shape: TransformersConfig) -> RecurrentStates | None:

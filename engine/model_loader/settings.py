@@ -26,7 +26,7 @@ from engine.models import ModelShape, is_for_our_decoder, load_decoder_config
 from engine.models.eagle_config import as_llama
 from engine.quantization_choice import check_quantization
 from engine.scheduling.speculation import SpeculativeConfig
-from engine.tensor_parallel.shares import ONE_RANK, share_of
+from engine.tensor_parallel.shares import share_of
 
 CPU_KV_CACHE_GIB = 1.0
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
@@ -46,8 +46,6 @@ def check_settings(args: EngineArgs, folder: Path) -> None:
         check_adapter(name, path)
     offloading_bytes_of(args)
     if not is_for_our_decoder(hf_config, args.model_impl):
-        if args.tensor_parallel_size > 1:
-            raise ValueError(ONE_RANK)
         return
     shape = share_of(load_decoder_config(hf_config), args.tensor_parallel_size)
     _check_quantization(args, hf_config, shape)

@@ -35,8 +35,8 @@ class Loaded(NamedTuple):
 
 def load_causal_lm(config: EngineConfig, narrow: Weights | None, *, keeps_four_bits: bool) -> Loaded:
     """Load the model in the engine's dtype, with our attention: onto the device, or into host memory if products have 8
-    or 4 bits. Raises `ValueError` if files and config.json do not fit; transformers itself would make up missing
-    weights.
+    or 4 bits, or if ranks will each keep a part. Raises `ValueError` if files and config.json do not fit; transformers
+    itself would make up missing weights.
 
     `narrow`: the weights, in host memory, if the checkpoint has them in 8 or 4 bits. `keeps_four_bits`: experts in
     MXFP4 stay so, in our own modules (engine/models/transformers_experts.py); otherwise they are dequantised."""
@@ -55,7 +55,7 @@ def load_causal_lm(config: EngineConfig, narrow: Weights | None, *, keeps_four_b
         if keeps_four_bits:
             model_class = with_four_bit_experts(model_class)
         if config.load.load_format == "dummy":
-            with torch.random.fork_rng(), torch.device(device), _told_of_errors_alone():
+            with torch.random.fork_rng(_devices_of(device)), torch.device(device), _told_of_errors_alone():
                 torch.manual_seed(config.load.seed)
                 causal_lm = _made_up(model_class, hf_config, arguments, device)
             if narrow is not None and model.quantization == AS_STORED:
@@ -65,10 +65,16 @@ def load_causal_lm(config: EngineConfig, narrow: Weights | None, *, keeps_four_b
                 check_all(tensors)
                 if not keeps_four_bits:
                     tensors = widen_all(tensors, dtype=TORCH_DTYPES[model.dtype], device=device)
-            goes_to = device if model.quantization == "none" else "cpu"
+            is_whole = model.quantization == "none" and config.parallel.tensor_parallel_size == 1
+            goes_to = device if is_whole else "cpu"
             causal_lm, loaded = _loaded(model_class, hf_config, tensors, arguments, goes_to)
             _check_all_fits(str(model.path), loaded)
     return Loaded(causal_lm.eval().requires_grad_(False), kept)
+
+
+def _devices_of(device: str) -> list[int]:
+    """The GPU, whose random numbers are drawn; empty: none."""
+    return [] if device == "cpu" else [torch.cuda.current_device()]
 
 
 def _made_up(model_class: Any, hf_config: Any, arguments: dict[str, Any], device: str) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 
 from engine.models.model_shape import ModelShape
 from engine.models.scores import AttentionModule
+from engine.models.split import Split
 
 NOT_OF_THE_COMPUTATION = frozenset({
     "_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "use_cache",
@@ -48,6 +49,8 @@ class TransformersConfig(ModelShape):
     adaptable: tuple[str, ...]
     """Names of the products that adapters may change: each multiplies the tokens of a step, all of them in their order.
     """
+    splits: tuple[Split, ...]
+    """How several ranks share the model; empty: they cannot."""
     body: str
     """Name of the module that computes hidden states from tokens; the rest of the causal language model computes logits
     from them."""
@@ -107,6 +110,7 @@ class TransformersConfig(ModelShape):
             num_fixed_expert_tensors=step.num_fixed_expert_tensors,
             products=step.products,
             adaptable=step.adaptable,
+            splits=step.splits,
             body=step.body,
             why_no_more_positions=why_no_more,
             computation=hashlib.blake2b(meaning.encode(), digest_size=16).hexdigest(),

@@ -30,6 +30,7 @@ from engine.models.parts import Parts
 from engine.models.recurrent_layers import module_of
 from engine.models.recurrent_states import RecurrentStates
 from engine.models.scores import Scores
+from engine.models.share import Share
 from engine.models.transformers_config import TransformersConfig
 from engine.models.transformers_experts import FourBitExperts
 from engine.models.transformers_head import Head
@@ -55,10 +56,11 @@ class TransformersModel:
         backend: AttentionBackend[Any],
         parts: Parts,
         states: RecurrentStates | None,
+        share: Share | None = None,
     ) -> None:
         """`causal_lm`: transformers' model on the device, with `PAGED` attention and its products replaced
         (engine/models/transformers_products.py). This modifies it further. `states`: of `config.recurrent_layers`; None
-        if there are none."""
+        if there are none. `share`: this rank's, whose heads `config` has; None: one rank has the whole model."""
         self.adapters: Adapters | None = parts.adapters
         self.states = states
         self.reads_back = False  # if it does read back, the configuration has already turned recording off
@@ -73,7 +75,7 @@ class TransformersModel:
         self._body = causal_lm.get_submodule(config.body)
         attending = [causal_lm.get_submodule(module.name) for module in config.attention]
         self._head = Head(causal_lm, config.body)
-        self._check_tokens_are_apart(attending, config)
+        self._check_tokens_are_apart(attending, config, share)
         own = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
         shapes = config.head_shapes or (own,) * len(attending)
         layers = config.pool_layers or tuple(range(len(attending)))
@@ -81,7 +83,9 @@ class TransformersModel:
         for i, (module, of, shape) in enumerate(zip(attending, config.attention, shapes, strict=True)):
             heads = HeadProjection(*shape, Unrotated(), q_norm=None, k_norm=None)
             has_own_keys = layers[i] not in layers[:i]
-            module.tandem_attention = _PagedAttention(i, layers[i], has_own_keys, of.scores, backend, heads, self._step)
+            module.tandem_attention = _PagedAttention(
+                i, layers[i], has_own_keys, of.scores, backend, heads, self._step, share
+            )
         self._num_attending = len(attending)
 
     def forward(
@@ -134,7 +138,20 @@ class TransformersModel:
         x_TD: torch.Tensor = output.last_hidden_state.squeeze(0)
         return x_TD
 
-    def _check_tokens_are_apart(self, attending: list[nn.Module], config: TransformersConfig) -> None:
+    def _first_hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, *, is_shared: bool) -> torch.Tensor:
+        try:
+            return self._hidden(token_ids, positions)
+        except RuntimeError as error:
+            if not is_shared or not any(word in str(error) for word in ("size", "shape")):
+                raise
+            raise ValueError(
+                "tensor_parallel_size must be 1 for this model: its code does not go with the plan that splits it: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+
+    def _check_tokens_are_apart(
+        self, attending: list[nn.Module], config: TransformersConfig, share: Share | None
+    ) -> None:
         """Let each token attend only to itself. Then a NaN in one token must not reach others, the same tokens in
         another order must give the same results in that order, and default positions must be 0, 1, 2 and so on."""
         for module in attending:
@@ -146,7 +163,7 @@ class TransformersModel:
         positions = torch.arange(num_tokens, device=device)
         # Take tokens from the end of the vocabulary, where special tokens are rare: padding tokens get own positions.
         tokens = (len(self._embedding.weight) - 1 - 3 * positions).clamp_min(0)
-        x_TD = self._hidden(tokens, positions).float()
+        x_TD = self._first_hidden(tokens, positions, is_shared=share is not None).float()
         hook = self._embedding.register_forward_hook(_poison_the_second)
         try:
             is_clean = self._hidden(tokens, positions).isfinite().all(dim=1).tolist()
@@ -236,6 +253,7 @@ class _PagedAttention:
     backend: AttentionBackend[Any]
     heads: HeadProjection
     step: _Step
+    share: Share | None
 
     def attend(
         self, q_1NTH: torch.Tensor, k_1KTH: torch.Tensor, v_1KTH: torch.Tensor, sinks_N: torch.Tensor | None
@@ -244,6 +262,12 @@ class _PagedAttention:
         assert step.kv_pool is not None
         assert step.num_attended == self.number, "transformers' code took another way than it was seen to take"
         kv = step.kv_pool[self.layer]
+        _, num_heads, num_tokens, head_dim = q_1NTH.shape
+        if self.share is not None:
+            q_1NTH = self.share.own_heads(q_1NTH, self.heads.num_heads)
+            k_1KTH, v_1KTH = (self.share.own_heads(x, self.heads.num_kv_heads) for x in (k_1KTH, v_1KTH))
+            if sinks_N is not None:
+                sinks_N = self.share.own_heads(sinks_N[None], self.heads.num_heads)[0]
         if self.has_own_keys:
             q_TNH = self._write(torch.cat((q_1NTH[0], k_1KTH[0], v_1KTH[0])).transpose(0, 1), kv)
         else:
@@ -253,7 +277,9 @@ class _PagedAttention:
         step.num_attended += 1
         if step.on_layer is not None and self.has_own_keys:
             step.on_layer(self.layer)
-        return o_TX.view(1, *q_TNH.shape)
+        if self.share is not None and num_heads > self.heads.num_heads:
+            o_TX = self.share.all_heads(o_TX, num_heads * head_dim)
+        return o_TX.view(1, num_tokens, num_heads, head_dim)
 
     def _write(self, qkv_TXH: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
         """Write keys and values to the layer; returns the queries [T, N, H]."""

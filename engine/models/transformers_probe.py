@@ -28,14 +28,16 @@ import transformers
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from engine.models.expert_parts import intermediate_size_of
 from engine.models.head_shape import HeadShape, pool_shape, why_not_together
 from engine.models.recurrent_probe import CannotServeError, take_recurrent_layers, why_not_its_states
 from engine.models.recurrent_shape import RecurrentLayer
 from engine.models.replaced_experts import sizes_of_experts
 from engine.models.scores import AttentionModule, Scores
+from engine.models.split import EXPERTS, FAMILIES, GATHERED, INPUTS, STYLES, Split
 from engine.models.stored_weights import QUANTIZATIONS
 from engine.models.transformers_head import Head
-from engine.models.transformers_products import is_product, sizes_of_products
+from engine.models.transformers_products import is_product, size_of, sizes_of_products
 
 WATCHED = "tandem_watched"
 """The name of the recording attention in transformers."""
@@ -49,6 +51,19 @@ SINKS = "s_aux"
 """transformers' name of attention sinks: scores without values, one per query head."""
 KEEPING_NOTHING = frozenset({"mlp", "moe"})
 """transformers' kinds of layers that only feed forward, which Nemotron-H has."""
+WHOLE_STYLES = frozenset({"replicate", "replicated_with_grad_allreduce"})
+"""transformers' styles of what every device has as a whole."""
+OWN_PLANS = {
+    "gpt_oss": {
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.experts": "moe_tp_experts",
+    }
+}
+"""Plans for several devices, in transformers' words, of models for which transformers has none."""
+KEYS_AND_VALUES = ("k_proj", "v_proj")
 STATELESS_KINDS = KEEPING_NOTHING | {"full_attention"}
 HARMLESS = frozenset({
     "scaling", "softcap", "sliding_window", "dropout", "position_ids", "use_cache", "output_attentions", "is_causal",
@@ -74,7 +89,8 @@ class Step:
     num_fixed_expert_tensors: int
     products: tuple[tuple[int, int], ...]
     adaptable: tuple[str, ...]
-    """See `TransformersConfig`."""
+    splits: tuple[Split, ...]
+    """For both see `TransformersConfig`."""
     body: str
 
 
@@ -114,7 +130,8 @@ def watch_a_step(config: Any, max_positions: int) -> Step:
     try:
         model = model_without_weights(config)
         body = _body_of(model)
-        inputs_of = _watch_products(model.get_submodule(body), body)
+        whole_body = model.get_submodule(body)
+        inputs_of = _watch_products(whole_body, body)
         recurrent_layers = take_recurrent_layers(model)
         num_expert_tensors, num_fixed = _num_expert_tensors(model)
         products = sizes_of_products(model)
@@ -155,6 +172,7 @@ def watch_a_step(config: Any, max_positions: int) -> Step:
         num_fixed_expert_tensors=num_fixed,
         products=products,
         adaptable=_adaptable(inputs_of, recurrent_layers),
+        splits=() if recurrent_layers else _splits(config, whole_body, body, calls),
         body=body,
     )
 
@@ -186,6 +204,42 @@ def _adaptable(inputs_of: dict[str, list[torch.Size]], recurrent_layers: tuple[R
         for name, shapes in inputs_of.items()
         if name.startswith(ours) or (shapes and all(shape[:-1].numel() == NUM_TOKENS for shape in shapes))
     )
+
+
+def _splits(config: Any, body: nn.Module, name_of_body: str, calls: list[_Call]) -> tuple[Split, ...]:
+    """See `TransformersConfig.splits`."""
+    if config.model_type not in FAMILIES:
+        return ()
+    plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or OWN_PLANS.get(config.model_type, {})
+    heads_of = {call.name: call.heads for call in calls}
+    splits: list[Split] = []
+    for name, module in body.named_modules():
+        style = plan.get(".".join("*" if part.isdigit() else part for part in name.split(".")))
+        if style is None or style in WHOLE_STYLES:
+            continue
+        if style not in STYLES:
+            return ()
+        split = _split_of(f"{name_of_body}.{name}", module, STYLES[style], heads_of)
+        if split is None:
+            return ()
+        splits.append(split)
+    return tuple(splits)
+
+
+def _split_of(name: str, module: nn.Module, how: str, heads_of: dict[str, HeadShape]) -> Split | None:
+    """None: we cannot split it so."""
+    if how == EXPERTS:
+        intermediate_size = intermediate_size_of(module)
+        return None if intermediate_size is None else Split(name, how, intermediate_size)
+    if not is_product(module):
+        return None
+    heads = heads_of.get(name.rpartition(".")[0])
+    if heads is None or how == GATHERED:
+        outputs, inputs = size_of(module)
+        return Split(name, how, inputs if how == INPUTS else outputs)
+    if name.endswith(KEYS_AND_VALUES):
+        return Split(name, how, heads.num_kv_heads, is_shared=True)
+    return Split(name, how, heads.num_heads)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from engine.layers import Linear, MakeLinear
+from engine.models.share import AnyWeight, Share
 from engine.narrow_weight import NarrowWeight
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ class _Product(nn.Module):
 class OurProducts:
     """Which of our parts compute products."""
 
-    linear_of: Callable[[int, int], MakeLinear]
-    """By a product's outputs and inputs."""
+    linear_of: Callable[[tuple[int, int], tuple[int, int]], MakeLinear]
+    """By (outputs, inputs) of a product, and of this rank's part of it."""
     lm_head: MakeLinear
     """The logits."""
     narrow: MakeLinear
@@ -42,6 +43,8 @@ class OurProducts:
     adapters: Adapters | None = None
     adaptable: frozenset[str] = frozenset()
     """Names of the products that adapters may change."""
+    share: Share | None = None
+    """None: one rank has the whole model."""
 
 
 def replace_products(causal_lm: Any, ours: OurProducts, stored: dict[str, NarrowWeight], device: str) -> None:
@@ -84,23 +87,32 @@ def _head(module: Any, ours: OurProducts, device: str) -> Linear | None:
 
 
 def _linear(name: str, module: Any, narrow: NarrowWeight | None, ours: OurProducts, device: str) -> Linear | None:
-    """A layer's product, with what adapters add. None: transformers' stays."""
-    outputs, inputs = size_of(module)
-    weight = _weight_of(module) if narrow is None else narrow
-    make = ours.linear_of(outputs, inputs) if narrow is None else ours.narrow
-    if narrow is None and inputs % 2:
-        return None
-    may_stay = make is Linear
-    can_adapt = ours.adapters is not None and name in ours.adaptable
+    """A layer's product, with what adapters add, from the parts of all ranks. None: transformers' stays."""
+    size = own_size = size_of(module)
+    weight: AnyWeight = _weight_of(module) if narrow is None else narrow
+    bias = None if module.bias is None else module.bias.data
+    share = ours.share
+    is_cut = share is not None and share.is_cut(name)
+    if share is not None:
+        own_size = share.own_size(name, size)
+        weight, bias = share.weight(name, weight, size), share.bias(name, bias)
+    outputs, inputs = own_size
+    is_odd = inputs % 2 == 1
+    make = ours.narrow
+    if narrow is None:
+        make = Linear if is_odd else ours.linear_of(size, own_size)
+    may_stay = make is Linear and not is_cut
+    can_adapt = ours.adapters is not None and name in ours.adaptable and not is_odd
     if may_stay and not can_adapt:
         return None
-    bias = () if module.bias is None else (module.bias.data.to(device),)
-    linear = make(weight.to(device), *bias)
-    if not can_adapt:
-        return linear
-    assert ours.adapters is not None
-    adapted = ours.adapters.adapt(linear, {name: outputs}, inputs)
-    return None if may_stay and adapted is linear else adapted
+    linear = make(weight.to(device), *(() if bias is None else (bias.to(device),)))
+    if can_adapt:
+        assert ours.adapters is not None
+        adapted = ours.adapters.adapt(linear, {name: outputs}, inputs)
+        if may_stay and adapted is linear:
+            return None
+        linear = adapted
+    return linear if share is None else share.joined(name, linear, size)
 
 
 def _weight_of(product: Any) -> torch.Tensor:

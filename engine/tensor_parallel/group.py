@@ -51,7 +51,7 @@ class RankGroup:
         self.num_ranks = num_ranks
         store = FileStore(str(meeting_file), num_ranks)
         store.set_timeout(MEETING)
-        self._device = device
+        self.device = device
         self._group = _gloo(store, rank, num_ranks) if device == "cpu" else _nccl(store, rank, num_ranks)
         self._group._set_default_timeout(PATIENCE)
 
@@ -72,7 +72,7 @@ class RankGroup:
 
     def smallest(self, number: int) -> int:
         """The smallest of all ranks' numbers."""
-        return int(self._gathered(torch.tensor([number], device=self._device)).min())
+        return int(self._gathered(torch.tensor([number], device=self.device)).min())
 
     def check_alike(self, name: str, what: str) -> None:
         """Raise `ValueError` on every rank unless all ranks have the same `name`. `what`: describes it in the error."""

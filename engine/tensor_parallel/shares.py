@@ -6,12 +6,15 @@ own pool.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from engine.models.decoder_config import DecoderConfig
+from engine.models.head_shape import HeadShape, pool_shape, why_not_together
 from engine.models.model_shape import ModelShape
+from engine.models.split import own_heads, why_not_split
+from engine.models.transformers_config import TransformersConfig
 
-ONE_RANK = "tensor_parallel_size must be 1 for models that transformers' code computes"
 MOST_NAMED = 16
 """Errors list working numbers of ranks up to this."""
 
@@ -21,13 +24,10 @@ def share_of(shape: ModelShape, num_ranks: int) -> ModelShape:
     so."""
     if num_ranks == 1:
         return shape
-    if not isinstance(shape, DecoderConfig):
-        raise ValueError(ONE_RANK)
-    if why_not := _why_not(shape, num_ranks):
-        sizes = [str(size) for size in range(1, MOST_NAMED + 1) if not _why_not(shape, size)]
-        raise ValueError(
-            f"tensor_parallel_size must {why_not}, is {num_ranks}; up to {MOST_NAMED} these work: {', '.join(sizes)}"
-        )
+    if isinstance(shape, TransformersConfig):
+        return _share_of_transformers(shape, num_ranks)
+    assert isinstance(shape, DecoderConfig)
+    _check_divides(lambda size: _why_not(shape, size), num_ranks)
     moe = shape.moe
     return replace(
         shape,
@@ -36,6 +36,40 @@ def share_of(shape: ModelShape, num_ranks: int) -> ModelShape:
         intermediate_size=shape.intermediate_size // num_ranks,
         moe=None if moe is None else replace(moe, intermediate_size=moe.intermediate_size // num_ranks),
     )
+
+
+def _share_of_transformers(shape: TransformersConfig, num_ranks: int) -> TransformersConfig:
+    if not shape.splits:
+        why = (
+            "transformers' code computes it, and such a model is only split if tests compare its ranks with the whole "
+            "model; docs/tensor-parallel.md lists them"
+        )
+        if shape.recurrent_layers:
+            why = "layers that keep a state are not split"
+        raise ValueError(f"tensor_parallel_size must be 1 for this model, is {num_ranks}: {why}")
+    whole = HeadShape(shape.num_heads, shape.num_kv_heads, shape.head_dim)
+    all_heads = shape.head_shapes or (whole,)
+    _check_divides(lambda size: why_not_split(shape.splits, all_heads, size), num_ranks)
+    own = tuple(own_heads(heads, num_ranks) for heads in all_heads)
+    if why_not := why_not_together(own):
+        raise ValueError(f"tensor_parallel_size {num_ranks} does not work for this model: {why_not}")
+    num_heads, num_kv_heads, head_dim = pool_shape(own)
+    return replace(
+        shape,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        head_shapes=own if shape.head_shapes else (),
+    )
+
+
+def _check_divides(why_not: Callable[[int], str], num_ranks: int) -> None:
+    """Raise `ValueError` if `why_not` says, for so many ranks, which condition they do not meet."""
+    if condition := why_not(num_ranks):
+        sizes = [str(size) for size in range(1, MOST_NAMED + 1) if not why_not(size)]
+        raise ValueError(
+            f"tensor_parallel_size must {condition}, is {num_ranks}; up to {MOST_NAMED} these work: {', '.join(sizes)}"
+        )
 
 
 def _why_not(shape: DecoderConfig, num_ranks: int) -> str:

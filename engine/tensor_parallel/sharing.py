@@ -15,9 +15,11 @@ from engine.model_loader.weights import Weights
 from engine.models.decoder_config import DecoderConfig
 from engine.models.layer import PlainLayers
 from engine.models.parts import Parts
+from engine.models.transformers_config import TransformersConfig
 from engine.tensor_parallel.group import RankGroup
 from engine.tensor_parallel.sharded_weights import ShardedWeights, cuts_of_rank
 from engine.tensor_parallel.shares import num_key_parts, share_of
+from engine.tensor_parallel.transformers_share import TransformersShare
 from engine.weight_cut import CutOf
 
 
@@ -28,18 +30,37 @@ def shared_out(
     if the ranks' GPUs differ and the model has experts."""
     share = share_of(shape, group.num_ranks)
     assert isinstance(share, DecoderConfig)
-    if share.moe is not None and weights.device != "cpu":
-        # Different GPUs may compute scores differently; ranks would then add up parts of different experts.
+    if share.moe is not None:
+        _check_gpus_alike(group)
+    # Compute layers one by one: a single call for all layers could not sum over ranks in between.
+    lm_head = _vocab_parallel(parts.lm_head, group)
+    parts = replace(parts, stack=PlainLayers, lm_head=lm_head, sum_over_ranks=group.sum)
+    return share, ShardedWeights(weights, cuts_of(shape, group), has_biases=group.rank == 0), parts
+
+
+def part_of_transformers(
+    shape: TransformersConfig, parts: Parts, group: RankGroup
+) -> tuple[TransformersConfig, MakeLinear, TransformersShare]:
+    """A rank's part of a model that transformers' code computes: its shape, its product for logits, and what cuts its
+    weights. `shape`: the whole model's. Raises what `share_of` raises, and `ValueError` as `shared_out` does."""
+    own = share_of(shape, group.num_ranks)
+    assert isinstance(own, TransformersConfig)
+    if shape.has_experts:
+        _check_gpus_alike(group)
+    return own, _vocab_parallel(parts.lm_head, group), TransformersShare(shape.splits, group)
+
+
+def _check_gpus_alike(group: RankGroup) -> None:
+    """Different GPUs may compute scores differently; ranks would then add up parts of different experts."""
+    if group.device != "cpu":
         group.check_alike(torch.cuda.get_device_name(), "GPUs that choose experts")
 
-    linear = parts.lm_head
 
+def _vocab_parallel(linear: MakeLinear, group: RankGroup) -> MakeLinear:
     def lm_head(weight: torch.Tensor) -> Linear:
         return VocabParallelLinear(weight, linear, group)
 
-    # Compute layers one by one: a single call for all layers could not sum over ranks in between.
-    parts = replace(parts, stack=PlainLayers, lm_head=lm_head, sum_over_ranks=group.sum)
-    return share, ShardedWeights(weights, cuts_of(shape, group), has_biases=group.rank == 0), parts
+    return lm_head
 
 
 def cuts_of(shape: DecoderConfig, group: RankGroup) -> CutOf:

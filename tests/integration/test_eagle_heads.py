@@ -289,12 +289,14 @@ def test_all_ranks_guess_together(tmp_path: Path, backend: dict[str, Any]) -> No
         assert engine.stats.num_steps < 10
 
 
-def test_ranks_guess_what_one_rank_guesses(tmp_path: Path, always_guessing: None) -> None:
+@pytest.mark.parametrize("model_impl", ["tandem", "transformers"])
+def test_ranks_guess_what_one_rank_guesses(tmp_path: Path, always_guessing: None, model_impl: str) -> None:
     model, head = write_random_model(tmp_path / "model"), write_random_head(tmp_path / "head")
-    alone_engine = make_engine(model, head, num_drafts=3, **PLAIN)
+    settings = PLAIN | {"model_impl": model_impl}
+    alone_engine = make_engine(model, head, num_drafts=3, **settings)
     expected = drafted(alone_engine)
     tokens = alone(alone_engine, prompt_of(11), GREEDY)
-    with closing(make_engine(model, head, num_drafts=3, tensor_parallel_size=2, **PLAIN)) as engine:
+    with closing(make_engine(model, head, num_drafts=3, tensor_parallel_size=2, **settings)) as engine:
         found = drafted(engine)
         assert alone(engine, prompt_of(11), GREEDY) == tokens
     assert agreement(found, expected) == 1.0

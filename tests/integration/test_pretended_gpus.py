@@ -32,6 +32,7 @@ from pretend_gpu.__main__ import write_python
 from pretend_gpu.engines import make_engine
 from quantized_checkpoints import FORMS, llama_tensors, quantized, save_checkpoint
 from standstill import hold_up
+from transformers_cases import GEMMA2
 
 from engine.config import GIB
 from engine.llm_engine import LLMEngine
@@ -54,7 +55,11 @@ class Pair(NamedTuple):
     decode: OnTwoGpus
 
 
-CONFIGS = {"heads": CONFIG, "latents and experts": V3 | {"vocab_size": CONFIG["vocab_size"]}}
+CONFIGS = {
+    "heads": CONFIG,
+    "latents and experts": V3 | {"vocab_size": CONFIG["vocab_size"]},
+    "transformers' code": GEMMA2 | {"vocab_size": CONFIG["vocab_size"], "eos_token_id": 59},
+}
 
 
 def on_two_gpus(folder: Path, config: dict[str, Any], *, is_received: bool) -> OnTwoGpus:
@@ -77,7 +82,8 @@ def two_gpus(folder: Path) -> Iterator[None]:
 
 @pytest.fixture(
     scope="module",
-    params=["heads", pytest.param("latents and experts", marks=pytest.mark.slow)],  # one GPU: test_pretended_gpu.py
+    # The others on one GPU: test_pretended_gpu.py.
+    params=["heads", *(pytest.param(name, marks=pytest.mark.slow) for name in list(CONFIGS)[1:])],
 )
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder, config = tmp_path_factory.mktemp("model"), CONFIGS[request.param]
@@ -136,11 +142,10 @@ def test_blocks_go_to_host_memory_and_back_on_each_rank(tmp_path: Path) -> None:
                 wait()
 
 
-@pytest.mark.parametrize(
-    "form",
-    [pytest.param(form, marks=pytest.mark.slow) for form in ("plain", "float channel", "fp8 blocks, powers of two")],
-)
-def test_each_rank_reads_weights_and_adapters_to_its_own_gpu(tmp_path: Path, form: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("model_impl", ["tandem", "transformers"])
+@pytest.mark.parametrize("form", ["plain", "float channel", "fp8 blocks, powers of two"])
+def test_each_rank_reads_weights_and_adapters_to_its_own_gpu(tmp_path: Path, form: str, model_impl: str) -> None:
     """Reading to another GPU would be an error here. 8-bit weights are kept as stored, or widened."""
     config = LORA_CONFIG | {"attention_bias": False, "eos_token_id": 1}
     tensors = llama_tensors(config, torch.bfloat16)
@@ -150,7 +155,7 @@ def test_each_rank_reads_weights_and_adapters_to_its_own_gpu(tmp_path: Path, for
     save_checkpoint(tmp_path, config, tensors)
     write_adapter(tmp_path / "adapter")
     settings: dict[str, Any] = {"load_format": "auto", "lora_modules": f"a={tmp_path / 'adapter'}", "max_num_seqs": 2}
-    settings |= {"dtype": "float32" if form == "plain" else "bfloat16"}
+    settings |= {"dtype": "float32" if form == "plain" else "bfloat16", "model_impl": model_impl}
     prompt = prompt_of(16)
     with two_gpus(tmp_path), closing(make_engine(tmp_path, config, tensor_parallel_size=2, **settings)) as engine:
         assert engine.config.model.quantization == ("stored" if form == "float channel" else "none")

@@ -25,6 +25,7 @@ import pytest
 from clusters import RunningCluster, wait_until
 from handover import alone, bytes_of, handed_over
 from reference import Reference
+from transformers_cases import GEMMA2
 
 from engine.config import EngineConfig
 from engine.engine_args import EngineArgs
@@ -42,8 +43,8 @@ from protos import tandem_worker_pb2 as worker_pb
 from tandem.client import Client
 
 LLAMA: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": 301, "hidden_size": 64, "intermediate_size": 96,
-    "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16,
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 301, "hidden_size": 64,
+    "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16,
     "max_position_embeddings": 256, "attention_bias": True, "mlp_bias": True,
 }  # fmt: skip
 QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True, "vocab_size": 300}
@@ -133,6 +134,8 @@ def test_ranks_of_an_engine_that_is_let_go_of_end_by_themselves(tmp_path: Path) 
         # Its first layer has no experts.
         pytest.param(QWEN3 | EXPERTS | {"num_key_value_heads": 1}, id="Qwen3-MoE: norms of heads, tied, one key head"),
         pytest.param(MIXTRAL, id="Mixtral", marks=pytest.mark.slow),  # as Qwen3-MoE
+        # See tests/unit/test_transformers_share.py.
+        pytest.param(GEMMA2 | {"vocab_size": 301, "max_position_embeddings": 256}, id="Gemma 2, by transformers' code"),
     ],
 )
 def test_two_ranks_compute_what_one_does(config: dict[str, Any], tmp_path: Path) -> None:
@@ -173,14 +176,16 @@ def logprobs_of(answer: list[RequestOutput]) -> list[float]:
     return [each.top[0].logprob for each in told]
 
 
-@pytest.fixture(scope="module")
-def two_pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLMEngine, LLMEngine]]:
+@pytest.fixture(scope="module", params=["tandem", "transformers"])
+def two_pairs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[LLMEngine, LLMEngine]]:
     """Two engines of two ranks each, with the CPU kernels."""
-    folder = tmp_path_factory.mktemp("model")
-    with closing(engine_of(folder, LLAMA, 2, dtype="bfloat16")) as prefill:
+    folder, settings = tmp_path_factory.mktemp("model"), {"dtype": "bfloat16", "model_impl": request.param}
+    with closing(engine_of(folder, LLAMA, 2, **settings)) as prefill:
         if prefill.config.device.attention_backend != "cpu":
             pytest.skip("no CPU kernels here")
-        with closing(engine_of(folder, LLAMA, 2, dtype="bfloat16")) as decode:
+        with closing(engine_of(folder, LLAMA, 2, **settings)) as decode:
             yield prefill, decode
 
 

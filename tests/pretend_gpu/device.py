@@ -143,6 +143,8 @@ def pretend_gpu(
         for owner, name in ((torch.Tensor, "to"), (torch, "tensor")):
             patch.setattr(owner, name, _with_numbers(getattr(owner, name)))
         patch.setattr(torch, "Generator", _HostGenerator)
+        # A parameter on the host cannot become one of another class, as it can on a device that exists.
+        patch.setattr(torch.__future__, "_overwrite_module_params_on_conversion", True)
         if not has_triton:
             patch.setattr(engine.kernels.gpu, "find_spec", lambda _: None)
         if num_devices > 1:

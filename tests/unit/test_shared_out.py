@@ -103,13 +103,6 @@ def test_numbers_of_ranks_that_would_do_are_named() -> None:
         share_of(shape, 5)
 
 
-def test_models_of_transformers_are_refused() -> None:
-    shape = load_model_shape(LLAMA | {"model_type": "llama"}, "transformers")
-    assert share_of(shape, 1) is shape
-    with pytest.raises(ValueError, match="must be 1 for models that transformers' code computes"):
-        share_of(shape, 2)
-
-
 @pytest.mark.parametrize(
     ("product", "shape", "axis"),
     [("self_attn.q_proj", (48, 24), 0), ("self_attn.k_proj", (24, 24), 0), ("self_attn.v_proj", (24, 24), 0),
