@@ -27,7 +27,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from engine.model_loader.settings import (
     DRAFT_HAS_STATES,
-    check_beside_states,
     check_draft_model,
     check_settings,
     load_format_of_draft,
@@ -55,7 +54,7 @@ from tandem.cluster_args import (
 )
 from tandem.gpus import IPC_IS_FASTER, in_words, share_out, visible_gpus
 from tandem.local_redis import LocalRedis, LocalRedisError
-from tandem.model_folder import has_states, resolve_model
+from tandem.model_folder import check_observed, has_states, resolve_model
 from tandem.process_run import ProcessSpec
 from tandem.stderr import tell
 from tandem.supervision import ProcessError, ProcessEvent, RestartPolicy, SupervisedProcess
@@ -175,7 +174,7 @@ class Cluster:
         except ValueError as error:
             raise ClusterError(with_flags(str(error), self.args.field_names)) from error
         await asyncio.to_thread(self._check_settings, folder, draft_folder)
-        await self._check_beside_states(folder)
+        await self._check_observed(folder)
         if not self.args.redis_url:
             try:
                 self._redis = LocalRedis()
@@ -333,14 +332,12 @@ class Cluster:
                 raise ValueError(DRAFT_HAS_STATES)
         return folder
 
-    async def _check_beside_states(self, folder: Path) -> None:
-        """Raise `ClusterError`, naming the flag, if workers would refuse their settings because the model's layers keep
-        a state."""
+    async def _check_observed(self, folder: Path) -> None:
+        """Raise `ClusterError`, naming the flag, for what transformers' code tells of the model in `folder`."""
         try:
-            check_beside_states(self.args.engine)
+            await check_observed(self.args.engine, folder)
         except ValueError as error:
-            if await has_states(self.args.engine, folder):
-                raise ClusterError(with_flags(str(error), self.args.field_names)) from error
+            raise ClusterError(with_flags(str(error), self.args.field_names)) from error
 
 
 async def _check_redis(url: str) -> None:

@@ -11,7 +11,7 @@
     eagle_settings.py         an EAGLE-3 head's folder against the model; eagle_weights.py: loads it
     loading.py                our decoder with its weights and parts
     transformers_weights.py   transformers' code with its weights; narrow_products.py: kept in 8 or 4 bits; mxfp4.py
-    has_states.py             a program that asks whether a model keeps states
+    observed.py               a program that says what transformers' code tells of a model
 
 A folder has Hugging Face's layout: config.json, safetensors (one file or sharded), tokenizer.json. Finding a model does
 not import torch, which takes a second, and only a conversion imports transformers.

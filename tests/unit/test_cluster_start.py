@@ -50,14 +50,6 @@ async def test_a_machine_without_our_redis_is_told_to_name_one(tmp_path: Path, m
         ({"tensor_parallel_size": 3}, "--tensor-parallel-size must divide the model's num_attention_heads=4, is 3"),
         ({"kv_offloading_size": 1e9}, "--kv-offloading-size must be at most "),
         ({"max_loras": 4}, "--max-loras is room for adapters that are added from --lora-dir, which is empty"),
-        (
-            {"model_impl": "transformers", "max_loras": 1, "lora_dir": "."},
-            "--max-loras must be 0 for models that transformers' code",
-        ),
-        (
-            {"model_impl": "transformers", "tensor_parallel_size": 2},
-            "--tensor-parallel-size must be 1 for models that transformers' code computes",
-        ),
         ({"max_loras": 1, "lora_dir": "/nowhere"}, "--lora-dir: there is no folder /nowhere"),
         (
             {"generation_config": "/nowhere"},
@@ -126,20 +118,30 @@ async def test_a_draft_model_that_workers_would_refuse_is_refused_before_anythin
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("config", "settings", "message"),
     [
-        ({"speculative_config": '{"num_speculative_tokens": 3}'}, "--speculative-config must be empty: the model has "),
-        ({"kv_offloading_size": 0.1}, "--kv-offloading-size must be 0: the model has layers that keep a state"),
+        (
+            LFM2,
+            {"speculative_config": '{"num_speculative_tokens": 3}'},
+            "--speculative-config must be empty: the",
+        ),
+        (LFM2, {"kv_offloading_size": 0.1}, "--kv-offloading-size must be 0: the model has layers that keep a state"),
+        (
+            LFM2,
+            {"tensor_parallel_size": 2},
+            "--tensor-parallel-size must be 1 for this model, is 2: layers that",
+        ),
+        (GEMMA2, {"tensor_parallel_size": 4}, "--tensor-parallel-size must divide the model's 6 query heads, is 4"),
     ],
 )
-async def test_what_layers_with_a_state_refuse_is_refused_before_anything_is_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], message: str
+async def test_what_the_models_code_rules_out_is_refused_before_anything_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], settings: dict[str, Any], message: str
 ) -> None:
     async def start(*_: object) -> None:
         raise AssertionError("a process was started")
 
     monkeypatch.setattr(ProcessRun, "start", start)
-    (tmp_path / "config.json").write_text(json.dumps(LFM2))
+    (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ClusterError, match=f"^{message}"):
         await Cluster(ClusterArgs(engine=EngineArgs(model=str(tmp_path), device="cpu", **settings))).start()
 
