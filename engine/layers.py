@@ -99,7 +99,7 @@ class HeadProducts:
 
 class RMSNorm:
     """B. Zhang, R. Sennrich, "Root Mean Square Layer Normalization", 2019. In float32, rounded before multiplying with
-    the weight."""
+    the weight; if the weight is in float32 and the input is not, rounded after that, once."""
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         self.weight = weight
@@ -107,8 +107,8 @@ class RMSNorm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         h = x.float()
-        scale = h.pow(2).mean(-1, keepdim=True).add_(self.eps).rsqrt_()
-        return self.weight * (h * scale).to(x.dtype)
+        y = h * h.pow(2).mean(-1, keepdim=True).add_(self.eps).rsqrt_()
+        return self.weight * y.to(x.dtype) if self.weight.dtype == x.dtype else (self.weight * y).to(x.dtype)
 
     def add(self, x: torch.Tensor, delta: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return x + delta, and the norm of that. `x` may be overwritten."""

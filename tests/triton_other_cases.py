@@ -50,6 +50,7 @@ NUM_KV_HEADS, BLOCK_SIZE = 8, 16
 def compile_rest(dtype: torch.dtype) -> None:
     x = torch.zeros(2, 4096, dtype=dtype)
     add_rms_norm(x, x.clone(), x[0], 1e-6)
+    add_rms_norm(x, None, x[0].float(), 1e-6)
     silu_multiply(x)
     if not why_no_float8(now.kind.capability):
         quantize_rows(x, 1e-12)

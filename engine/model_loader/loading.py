@@ -85,6 +85,7 @@ def _load_transformers_model(
 ) -> TransformersModel:
     from engine.model_loader.transformers_weights import load_causal_lm
     from engine.models.replaced_experts import replace_experts
+    from engine.models.replaced_norms import replace_norms
     from engine.models.transformers_model import TransformersModel
     from engine.models.transformers_products import OurProducts, replace_products
 
@@ -110,6 +111,7 @@ def _load_transformers_model(
     )
     replace_experts(causal_lm, parts, config.model.quantization, kept.experts, config.device.device)
     replace_products(causal_lm, products, kept.products, config.device.device)
+    replace_norms(causal_lm, parts.rms_norm)
     if share is not None:
         share.sum_experts(causal_lm)
     return TransformersModel(shape, causal_lm, backend, parts, _states_of(config, shape), share)

@@ -18,6 +18,7 @@ transformers_products.py  our products in place of its linear layers
 replaced_experts.py       our products in place of its experts; in MXFP4: transformers_experts.py,
                           four_bit_experts.py
 split.py, share.py        how several ranks share such a model; expert_parts.py: its experts
+replaced_norms.py         our norms in place of its RMS norms
 recurrent_layers.py       our modules in place of its layers that keep a state (delta_net.py, mamba2.py,
                           short_convolution.py), which recurrent_probe.py finds
 recurrent_states.py       these states; recurrent_shape.py: their sizes

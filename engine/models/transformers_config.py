@@ -26,6 +26,8 @@ ROPE_TYPES_BY_LENGTH = ("dynamic", "longrope")
 would depend on its batch."""
 
 
+PARTS_VERSION = 2
+"""Must be increased with every change that alters the bits of what we compute in place of transformers' code."""
 MOST_POSITIONS = 1 << 20
 """The most positions for which masks are examined."""
 POSITIONS_WITHOUT_BOUND = 2048
@@ -55,7 +57,7 @@ class TransformersConfig(ModelShape):
     """Name of the module that computes hidden states from tokens; the rest of the causal language model computes logits
     from them."""
     computation: str
-    """Digest of the rest of config.json and of transformers' version."""
+    """Digest of the rest of config.json, of transformers' version, and of ours."""
 
     @property
     def num_decoder_layers(self) -> int:
@@ -93,7 +95,7 @@ class TransformersConfig(ModelShape):
         max_positions, why_no_more = _max_positions(config)
         step = watch_a_step(config, max_positions)
         fields = {k: v for k, v in config.to_dict().items() if k not in NOT_OF_THE_COMPUTATION}
-        meaning = json.dumps([transformers.__version__, fields], sort_keys=True, default=str)
+        meaning = json.dumps([transformers.__version__, PARTS_VERSION, fields], sort_keys=True, default=str)
         return TransformersConfig(
             vocab_size=step.vocab_size,
             hidden_size=step.hidden_size,

@@ -36,9 +36,10 @@ def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_tokens", "size"), [(1, 64), (7, 576), (3, 1000), (2, 8192)])
-def test_norms_are_those_of_plain_torch(num_tokens: int, size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("has_float_weight", [False, True])
+def test_norms_are_those_of_plain_torch(num_tokens: int, size: int, dtype: torch.dtype, has_float_weight: bool) -> None:
     x, delta = (randn(num_tokens, size, dtype=dtype, seed=seed) for seed in (1, 2))
-    weight = randn(size, dtype=dtype, seed=3)
+    weight = randn(size, dtype=torch.float32 if has_float_weight else dtype, seed=3)
     plain, fused = RMSNorm(weight, 1e-5), TritonRMSNorm(weight, 1e-5)
     # The sum of squares is added up in another order, so values halfway between two others may round either way.
     unit = {"rtol": UNIT[dtype], "atol": UNIT[dtype]}

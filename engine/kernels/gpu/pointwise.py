@@ -21,16 +21,25 @@ def add_rms_norm(x_TD: torch.Tensor, delta_TD: torch.Tensor | None, weight_D: to
     block = triton.next_power_of_2(size)
     _norm_kernel[(x_TD.numel() // size,)](
         x_TD, x_TD if delta_TD is None else delta_TD, weight_D, out_TD, eps,
-        SIZE=size, HAS_DELTA=delta_TD is not None, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+        SIZE=size, HAS_DELTA=delta_TD is not None, ROUNDS_FIRST=weight_D.dtype == x_TD.dtype, BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16),
     )  # fmt: skip
     return out_TD
 
 
 @triton.jit
 def _norm_kernel(
-    x_ptr, delta_ptr, weight_ptr, out_ptr, eps, SIZE: tl.constexpr, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr,
+    delta_ptr,
+    weight_ptr,
+    out_ptr,
+    eps,
+    SIZE: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
+    ROUNDS_FIRST: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Program (row). Rounds before the multiplication by the weight and after it."""
+    """Program (row). ROUNDS_FIRST: rounds before the multiplication by the weight, too."""
     dims = tl.arange(0, BLOCK)
     is_dim = dims < SIZE
     offsets = tl.program_id(0).to(tl.int64) * SIZE + dims
@@ -41,8 +50,10 @@ def _norm_kernel(
         tl.store(x_ptr + offsets, x, mask=is_dim)
     h = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(h * h, 0) / SIZE + eps)
-    y = (h * scale).to(x.dtype).to(tl.float32) * weight.to(tl.float32)
-    tl.store(out_ptr + offsets, y.to(x.dtype), mask=is_dim)
+    y = h * scale
+    if ROUNDS_FIRST:
+        y = y.to(x.dtype).to(tl.float32)
+    tl.store(out_ptr + offsets, (y * weight.to(tl.float32)).to(x.dtype), mask=is_dim)
 
 
 def silu_multiply(gate_up: torch.Tensor) -> torch.Tensor:

@@ -14,17 +14,29 @@ namespace tandem {
 
 constexpr int64_t MOST_HEAD_DIM = 512;
 
-// out = weight * bf16(x / rms(x)), one row
-inline void norm_row(const bf16* x, const bf16* weight, float eps, int64_t D, bf16* out) {
+// 1 / rms(x), one row
+inline float norm_scale(const bf16* x, float eps, int64_t D) {
   float sum = 0;
 #pragma omp simd reduction(+ : sum)
   for (int64_t i = 0; i < D; i++) {
     float f = to_float(x[i]);
     sum += f * f;
   }
-  float scale = 1.0f / std::sqrt(sum / float(D) + eps);
+  return 1.0f / std::sqrt(sum / float(D) + eps);
+}
+
+// out = weight * bf16(x / rms(x)), one row
+inline void norm_row(const bf16* x, const bf16* weight, float eps, int64_t D, bf16* out) {
+  float scale = norm_scale(x, eps, D);
 #pragma omp simd
   for (int64_t i = 0; i < D; i++) out[i] = to_bf16(to_float(weight[i]) * to_float(to_bf16(to_float(x[i]) * scale)));
+}
+
+// The same with a weight in float32: out is rounded only once.
+inline void norm_row(const bf16* x, const float* weight, float eps, int64_t D, bf16* out) {
+  float scale = norm_scale(x, eps, D);
+#pragma omp simd
+  for (int64_t i = 0; i < D; i++) out[i] = to_bf16(weight[i] * (to_float(x[i]) * scale));
 }
 
 // x += delta (if given), in place; returns the norm of x. x [T, D] contiguous.
@@ -34,7 +46,9 @@ at::Tensor add_rms_norm(const at::Tensor& x, const std::optional<at::Tensor>& de
   TORCH_CHECK(!delta || (delta->is_contiguous() && delta->numel() == x.numel()), "delta must be like x");
   at::Tensor out = at::empty_like(x);
   bf16 *xp = data_of(x), *op = data_of(out), *dp = delta ? data_of(*delta) : nullptr;
-  const bf16* wp = data_of(weight);
+  const bool is_float = weight.scalar_type() == at::kFloat;
+  const float* float_weight = is_float ? weight.const_data_ptr<float>() : nullptr;
+  const bf16* wp = is_float ? nullptr : data_of(weight);
   at::parallel_for(0, T, std::max<int64_t>(1, 16384 / D), [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; t++) {
       bf16* row = xp + t * D;
@@ -43,7 +57,8 @@ at::Tensor add_rms_norm(const at::Tensor& x, const std::optional<at::Tensor>& de
 #pragma omp simd
         for (int64_t i = 0; i < D; i++) row[i] = to_bf16(to_float(row[i]) + to_float(more[i]));
       }
-      norm_row(row, wp, float(eps), D, op + t * D);
+      if (is_float) norm_row(row, float_weight, float(eps), D, op + t * D);
+      else norm_row(row, wp, float(eps), D, op + t * D);
     }
   });
   return out;

@@ -1,0 +1,122 @@
+"""Our RMS norms in place of transformers': one pass over a row, where its code takes eight or more.
+
+Norms are found by what they compute. A copy of a module that may be one gets random rows and weights; if it computes
+what one of our forms does, the form takes over its weight. Anything else stays: norms that subtract a mean, that are
+gated, or that add something of their own.
+
+Shapes: T rows, D numbers of a row.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from engine.layers import RMSNorm
+
+EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
+SIZES_OF_ROWS = (1.0, 1e-3, 30.0, 0.1)
+"""Of one of about 0.001, epsilon is a large part."""
+SIZE_WITHOUT_WEIGHT = 64
+MOST_THAT_DIFFER = 0.02
+"""Of all numbers, where a sum in another order rounds otherwise. The two ways to round differ in a quarter of them."""
+
+
+class Form(NamedTuple):
+    offset: float
+    """Added to the weight, as in Gemma."""
+    rounds_first: bool
+    """Before the weight is multiplied, as in Llama."""
+
+
+FORMS = (Form(0.0, True), Form(0.0, False), Form(1.0, False))
+
+
+def replace_norms(causal_lm: nn.Module, rms_norm: type[RMSNorm]) -> None:
+    """`rms_norm`: the part that computes norms; if it is plain torch, all stay as they are."""
+    if rms_norm is RMSNorm:
+        return
+    forms: dict[tuple[type, int], Form | None] = {}
+    for path, module in list(causal_lm.named_modules()):
+        eps = _eps_of(module)
+        if eps is None:
+            continue
+        weight_D: torch.Tensor | None = getattr(module, "weight", None)
+        kind = type(module), len(list(module.parameters()))
+        if kind not in forms:
+            forms[kind] = _form_of(module, eps)
+        form = forms[kind]
+        if form is not None:
+            norm = _OfAnySize(rms_norm, eps) if weight_D is None else rms_norm(_weight(weight_D.data, form), eps)
+            causal_lm.set_submodule(path, _Norm(norm))
+
+
+class _Norm(nn.Module):
+    """One of our norms, in place of transformers' module."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self._norm = norm
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self._norm(x)
+        return y
+
+
+class _OfAnySize:
+    """A norm without a weight."""
+
+    def __init__(self, rms_norm: type[RMSNorm], eps: float) -> None:
+        self._rms_norm, self._eps = rms_norm, eps
+        self._of_size: dict[int, RMSNorm] = {}
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        size = x.shape[-1]
+        if size not in self._of_size:  # never in a step that is recorded: others come before it
+            self._of_size[size] = self._rms_norm(x.new_ones(size), self._eps)
+        return self._of_size[size](x)
+
+
+def _eps_of(module: nn.Module) -> float | None:
+    """None: the module is no norm that we could replace."""
+    if "Norm" not in type(module).__name__ or [*module.children(), *module.buffers()]:
+        return None
+    parameters = dict(module.named_parameters())
+    if parameters.keys() - {"weight"} or any(each.ndim != 1 for each in parameters.values()):
+        return None
+    if len(inspect.signature(module.forward).parameters) != 1:
+        return None
+    found = [getattr(module, name, None) for name in EPS_NAMES]
+    return next((eps for eps in found if isinstance(eps, float)), None)
+
+
+def _form_of(module: Any, eps: float) -> Form | None:
+    """None: it computes something else."""
+    tried = copy.deepcopy(module).cpu()
+    generator = torch.Generator().manual_seed(1)
+    weight_D: torch.Tensor | None = getattr(tried, "weight", None)
+    size = SIZE_WITHOUT_WEIGHT if weight_D is None else len(weight_D)
+    dtype = torch.get_default_dtype() if weight_D is None else weight_D.dtype
+    drawn_D = torch.ones(size) if weight_D is None else torch.randn(size, generator=generator)
+    if weight_D is not None:
+        weight_D.data.copy_(drawn_D)
+    x_1TD = torch.randn(1, len(SIZES_OF_ROWS), size, generator=generator) * torch.tensor(SIZES_OF_ROWS)[:, None]
+    x_1TD = x_1TD.to(dtype)
+    found = tried(x_1TD)
+    if not isinstance(found, torch.Tensor) or found.dtype != dtype or found.shape != x_1TD.shape:
+        return None
+    tolerance = 1e-5 if dtype == torch.float32 else 0.0
+    for form in FORMS:
+        ours = RMSNorm(_weight(drawn_D.to(dtype), form), eps)(x_1TD)
+        is_same = torch.isclose(ours, found, rtol=tolerance, atol=0.0)
+        if (~is_same).float().mean() <= MOST_THAT_DIFFER:
+            return form
+    return None
+
+
+def _weight(weight_D: torch.Tensor, form: Form) -> torch.Tensor:
+    return weight_D.contiguous() if form.rounds_first else weight_D.float() + form.offset
