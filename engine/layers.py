@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -116,8 +118,15 @@ class RMSNorm:
         return x, self(x)
 
 
+Activation = Literal["silu", "gelu_tanh"]
+ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}  # fmt: skip
+"""GELU: D. Hendrycks, K. Gimpel, "Gaussian Error Linear Units", 2016, in the approximation by tanh."""
+
+
 class GatedLinear:
-    """`silu(x @ gate.T + gate_bias) * (x @ up.T + up_bias)`, with both products fused."""
+    """`activation(x @ gate.T + gate_bias) * (x @ up.T + up_bias)`, with both products fused."""
 
     def __init__(
         self,
@@ -125,16 +134,19 @@ class GatedLinear:
         up: Weight,
         gate_bias: torch.Tensor | None,
         up_bias: torch.Tensor | None,
+        activation: Activation = "silu",
+        *,
         linear: MakeLinear = Linear,
     ) -> None:
         """Either both or none must have a bias. `linear`: makes the product."""
         bias = None if gate_bias is None or up_bias is None else torch.cat((gate_bias, up_bias))
         self._gate_up = linear(stacked((gate, up)), bias)
+        self._activation = activation
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., out]"""
         gate, up = self._gate_up(x).chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return ACTIVATIONS[self._activation](gate) * up
 
 
 class RotaryEmbedding:

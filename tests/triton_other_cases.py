@@ -25,7 +25,7 @@ from engine.kernels.gpu.int4 import ScaledInt4, int4_config, int4_product, widen
 from engine.kernels.gpu.int4_experts import int4_expert_product
 from engine.kernels.gpu.lora import StackedAdapters, add_adapters
 from engine.kernels.gpu.one_row import one_row_product
-from engine.kernels.gpu.pointwise import add_rms_norm, silu_multiply
+from engine.kernels.gpu.pointwise import add_rms_norm, multiply_gated
 from engine.kernels.gpu.product import (
     expert_row_product,
     head_row_products,
@@ -51,7 +51,8 @@ def compile_rest(dtype: torch.dtype) -> None:
     x = torch.zeros(2, 4096, dtype=dtype)
     add_rms_norm(x, x.clone(), x[0], 1e-6)
     add_rms_norm(x, None, x[0].float(), 1e-6)
-    silu_multiply(x)
+    multiply_gated(x)
+    multiply_gated(x, "gelu_tanh")
     if not why_no_float8(now.kind.capability):
         quantize_rows(x, 1e-12)
     block_digests(torch.zeros(1, 1, 2, NUM_KV_HEADS, BLOCK_SIZE, 128, dtype=dtype), [0])

@@ -21,7 +21,7 @@ import torch.nn.functional as F  # noqa: N812
 from engine.attention.cpu_backend import CpuPlan
 from engine.int4_weight import Int4Weight
 from engine.kernels.cpu_recurrent import CPU_OPS
-from engine.layers import CosSin, GatedLinear, Linear, RMSNorm
+from engine.layers import Activation, CosSin, GatedLinear, Linear, RMSNorm
 from engine.models.expert_products import ExpertProducts, ExpertWeight
 from engine.models.feed_forward import GatedFeedForward
 from engine.models.head_attention import HeadAttention
@@ -78,13 +78,23 @@ class PanelGatedLinear(GatedLinear):
 
     added: Any = None
 
-    def __init__(self, gate: Weight, up: Weight, gate_bias: torch.Tensor | None, up_bias: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        gate: Weight,
+        up: Weight,
+        gate_bias: torch.Tensor | None,
+        up_bias: torch.Tensor | None,
+        activation: Activation = "silu",
+    ) -> None:
         self.num_outputs = len(gate)
+        self.is_gelu = activation == "gelu_tanh"
         self.panels, self.scale = in_panels(joined((gate, up), _side_by_side))
         self.bias = None if gate_bias is None or up_bias is None else _side_by_side([gate_bias, up_bias])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.tandem_cpu.gated_linear(x, self.panels, self.scale, self.bias, self.num_outputs)
+        y: torch.Tensor = torch.ops.tandem_cpu.gated_linear(
+            x, self.panels, self.scale, self.bias, self.num_outputs, self.is_gelu
+        )
         return y
 
 
@@ -226,9 +236,13 @@ def _quantising(quantise: Callable[[Weight], Weight]) -> Parts:
         return PanelLinear(quantise(weight), bias)
 
     def gated_linear(
-        gate: Weight, up: Weight, gate_bias: torch.Tensor | None, up_bias: torch.Tensor | None
+        gate: Weight,
+        up: Weight,
+        gate_bias: torch.Tensor | None,
+        up_bias: torch.Tensor | None,
+        activation: Activation = "silu",
     ) -> GatedLinear:
-        return PanelGatedLinear(quantise(gate), quantise(up), gate_bias, up_bias)
+        return PanelGatedLinear(quantise(gate), quantise(up), gate_bias, up_bias, activation)
 
     return replace(KERNEL_PARTS, linear=linear, gated_linear=gated_linear)
 

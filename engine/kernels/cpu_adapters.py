@@ -96,12 +96,13 @@ class AdaptedPanelLinear(_AddedInPanels, PanelLinear):
 class AdaptedPanelGatedLinear(_AddedInPanels, PanelGatedLinear):
     def __init__(self, gated: PanelGatedLinear, inputs: int, adapters: PanelAdapters) -> None:
         super().__init__(gated, inputs, gated_sixteens(gated), adapters)
+        self.is_gelu = gated.is_gelu
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._adapters.ids_T is None:
             return super().__call__(x)
         y: torch.Tensor = self.added.gated_linear(
-            x, self.panels, self.scale, self.bias, self.num_outputs, self._adapters.ids_T
+            x, self.panels, self.scale, self.bias, self.num_outputs, self.is_gelu, self._adapters.ids_T
         )
         return y
 

@@ -14,7 +14,6 @@ from engine.attention import AttentionBackend, PagedBackend
 from engine.config import EngineConfig
 from engine.kv_cache import TORCH_DTYPES
 from engine.kv_shape import kv_cache_shape, num_state_blocks_of
-from engine.layers import MakeLinear
 from engine.lora.adapters import Adapters
 from engine.model_loader.eight_bit_weights import DummyEightBitWeights, EightBitWeights
 from engine.model_loader.int4_weights import DummyInt4Weights, Int4Weights
@@ -102,9 +101,9 @@ def _load_transformers_model(
         shape, lm_head, share = part_of_transformers(shape, parts, group)
         share.cut_experts(causal_lm, kept.experts)
     products = OurProducts(
-        _linear_of(config, parts),
-        lm_head,
-        narrow=parts.linear,
+        _parts_of_product(config, parts),
+        narrow=parts,
+        lm_head=lm_head,
         adapters=parts.adapters,
         adaptable=frozenset(shape.adaptable),
         share=share,
@@ -117,11 +116,11 @@ def _load_transformers_model(
     return TransformersModel(shape, causal_lm, backend, parts, _states_of(config, shape), share)
 
 
-def _linear_of(config: EngineConfig, parts: Parts) -> Callable[[Size, Size], MakeLinear]:
-    """See `OurProducts.linear_of`."""
+def _parts_of_product(config: EngineConfig, parts: Parts) -> Callable[[Size, Size], Parts]:
+    """See `OurProducts.parts_of`."""
     quantization = config.model.quantization
-    plain = parts_of(config, "none").linear
-    return lambda whole, own: parts.linear if quantizes(quantization, whole, own) else plain
+    plain = parts_of(config, "none")
+    return lambda whole, own: parts if quantizes(quantization, whole, own) else plain
 
 
 def _states_of(config: EngineConfig, shape: TransformersConfig) -> RecurrentStates | None:

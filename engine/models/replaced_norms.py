@@ -1,8 +1,8 @@
 """Our RMS norms in place of transformers': one pass over a row, where its code takes eight or more.
 
-Norms are found by what they compute. A copy of a module that may be one gets random rows and weights; if it computes
-what one of our forms does, the form takes over its weight. Anything else stays: norms that subtract a mean, that are
-gated, or that add something of their own.
+Norms are found by what they compute. A copy of a module that may be one, on the host, gets random rows and weights; if
+it computes what one of our forms does, the form takes over its weight. Anything else stays: norms that subtract a mean,
+that are gated, or that add something of their own.
 
 Shapes: T rows, D numbers of a row.
 """
@@ -40,16 +40,12 @@ def replace_norms(causal_lm: nn.Module, rms_norm: type[RMSNorm]) -> None:
     """`rms_norm`: the part that computes norms; if it is plain torch, all stay as they are."""
     if rms_norm is RMSNorm:
         return
-    forms: dict[tuple[type, int], Form | None] = {}
     for path, module in list(causal_lm.named_modules()):
         eps = _eps_of(module)
         if eps is None:
             continue
         weight_D: torch.Tensor | None = getattr(module, "weight", None)
-        kind = type(module), len(list(module.parameters()))
-        if kind not in forms:
-            forms[kind] = _form_of(module, eps)
-        form = forms[kind]
+        form = _form_of(module, eps)
         if form is not None:
             norm = _OfAnySize(rms_norm, eps) if weight_D is None else rms_norm(_weight(weight_D.data, form), eps)
             causal_lm.set_submodule(path, _Norm(norm))
@@ -96,14 +92,12 @@ def _eps_of(module: nn.Module) -> float | None:
 
 def _form_of(module: Any, eps: float) -> Form | None:
     """None: it computes something else."""
-    tried = copy.deepcopy(module).cpu()
     generator = torch.Generator().manual_seed(1)
-    weight_D: torch.Tensor | None = getattr(tried, "weight", None)
-    size = SIZE_WITHOUT_WEIGHT if weight_D is None else len(weight_D)
-    dtype = torch.get_default_dtype() if weight_D is None else weight_D.dtype
-    drawn_D = torch.ones(size) if weight_D is None else torch.randn(size, generator=generator)
-    if weight_D is not None:
-        weight_D.data.copy_(drawn_D)
+    tried, weight_D = copy.copy(module), torch.ones(SIZE_WITHOUT_WEIGHT)
+    if (own_D := getattr(module, "weight", None)) is not None:
+        weight_D = torch.randn(len(own_D), generator=generator).to(own_D.dtype)
+        tried._parameters = {"weight": nn.Parameter(weight_D, requires_grad=False)}
+    size, dtype = len(weight_D), weight_D.dtype
     x_1TD = torch.randn(1, len(SIZES_OF_ROWS), size, generator=generator) * torch.tensor(SIZES_OF_ROWS)[:, None]
     x_1TD = x_1TD.to(dtype)
     found = tried(x_1TD)
@@ -111,7 +105,7 @@ def _form_of(module: Any, eps: float) -> Form | None:
         return None
     tolerance = 1e-5 if dtype == torch.float32 else 0.0
     for form in FORMS:
-        ours = RMSNorm(_weight(drawn_D.to(dtype), form), eps)(x_1TD)
+        ours = RMSNorm(_weight(weight_D, form), eps)(x_1TD)
         is_same = torch.isclose(ours, found, rtol=tolerance, atol=0.0)
         if (~is_same).float().mean() <= MOST_THAT_DIFFER:
             return form

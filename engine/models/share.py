@@ -22,6 +22,9 @@ class Share(Protocol):
     def is_cut(self, name: str) -> bool:
         """Whether this rank has only a part of a product."""
 
+    def is_gathered(self, name: str) -> bool:
+        """Whether what follows a product uses the outputs of all ranks, of which this one computes a part."""
+
     def own_size(self, name: str, size: tuple[int, int]) -> tuple[int, int]:
         """(outputs, inputs) of the rank's part of a product, from the whole product's."""
 

@@ -46,6 +46,9 @@ class TransformersShare:
     def is_cut(self, name: str) -> bool:
         return self.cut_of(name) is not None
 
+    def is_gathered(self, name: str) -> bool:
+        return self.is_cut(name) and self._splits[name].how == GATHERED
+
     def own_size(self, name: str, size: tuple[int, int]) -> tuple[int, int]:
         cut = self.cut_of(name)
         if cut is None:
@@ -76,7 +79,7 @@ class TransformersShare:
         num_outputs, num_inputs = size
         if self._splits[name].how == INPUTS:
             return _SummedLinear(linear, cut.part_of(num_inputs), self._group.sum)
-        if self._splits[name].how == GATHERED:
+        if self.is_gathered(name):
             return _GatheredLinear(linear, num_outputs, self._group)
         return linear
 

@@ -428,7 +428,7 @@ def test_every_launch_can_be_compiled(tmp_path: Path, capability: str, shared_by
         assert found[name]["at start"]
         assert found[name]["later"] == {}, "requests would wait for the compiler"
     assert {kernel for program in found.values() for part in program.values() for kernel in part} == {
-        "_split_kernel", "reduce_kernel", "_prefill_kernel", "_rotate_kernel", "_norm_kernel", "_silu_kernel",
+        "_split_kernel", "reduce_kernel", "_prefill_kernel", "_rotate_kernel", "_norm_kernel", "_activation_kernel",
         "_digest_kernel", "_product_kernel", "_widen_kernel", "_quantize_kernel", "_latent_decode_kernel",
         "_latent_prefill_kernel", "_latent_project_kernel", "_unfolded_kernel", "_bounds_kernel", "_race_kernel",
         "_one_row_kernel", "_shrink_kernel", "_expand_kernel", "_tiles_kernel", "_expert_kernel", "_row_product_kernel",

@@ -11,7 +11,7 @@ from attention_cases import LENS, QKV, Case
 
 from engine.attention.cpu_backend import CpuAttention
 from engine.kernels.cpu import PanelGatedLinear, PanelLinear, PanelLogits
-from engine.layers import GatedLinear, HeadProjection, Linear, RMSNorm, RotaryEmbedding
+from engine.layers import ACTIVATIONS, Activation, GatedLinear, HeadProjection, Linear, RMSNorm, RotaryEmbedding
 from engine.models.rope_config import RopeConfig
 
 BFLOAT16 = torch.bfloat16
@@ -236,23 +236,27 @@ def test_logits_are_not_rounded(num_rows: int, num_outputs: int) -> None:
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), [(2, 1), (64, 15), (64, 16), (130, 33), (576, 1536)])
 @pytest.mark.parametrize("num_rows", NUM_ROWS)
-def test_gated_products_against_float64(num_rows: int, num_inputs: int, num_outputs: int, has_bias: bool) -> None:
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_products_against_float64(
+    activation: Activation, num_rows: int, num_inputs: int, num_outputs: int, has_bias: bool
+) -> None:
     x, weight, bias = product_case(num_rows, num_inputs, 2 * num_outputs)
     x /= num_inputs**0.5
     (gate, up), (gate_bias, up_bias) = weight.chunk(2), bias.chunk(2) if has_bias else (None, None)
-    y = PanelGatedLinear(gate, up, gate_bias, up_bias)(x)
+    y = PanelGatedLinear(gate, up, gate_bias, up_bias, activation)(x)
     linear = torch.nn.functional.linear
     gated, upper = (
         linear(x.double(), w.double(), None if b is None else b.double()) for w, b in ((gate, gate_bias), (up, up_bias))
     )
-    expected = torch.nn.functional.silu(gated) * upper
+    expected = ACTIVATIONS[activation](gated) * upper
     torch.testing.assert_close(y.double(), expected, rtol=2**-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("value", [100.0, -100.0, 3e38, -3e38, float("inf"), float("-inf"), 0.0, -0.0])
-def test_gates_of_extreme_values(value: float) -> None:
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gates_of_extreme_values(value: float, activation: Activation) -> None:
     x, one = torch.tensor([[value, 1.0]], dtype=BFLOAT16), torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=BFLOAT16)
-    arguments = (one[:1], one[1:], None, None)
+    arguments = (one[:1], one[1:], None, None, activation)
     torch.testing.assert_close(
         PanelGatedLinear(*arguments)(x), GatedLinear(*arguments)(x), rtol=1e-2, atol=1e-30, equal_nan=True
     )

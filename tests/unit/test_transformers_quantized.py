@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,8 @@ def test_replaced_weights_are_released_one_by_one(tmp_path: Path) -> None:
         num_left.append(sum(module() is not None for module in replaced))
         return Linear(weight, bias)
 
-    replace_products(model, OurProducts(lambda *_size: make, make, narrow=make), {}, "cpu")
+    parts = replace(PLAIN_PARTS, linear=make)
+    replace_products(model, OurProducts(lambda *_size: parts, parts, make), {}, "cpu")
     assert len(num_left) == len(replaced)
     assert num_left[-1] <= 5, "those of one layer's part, at most"
 
@@ -131,7 +133,7 @@ def test_products_in_another_dtype_than_the_models_stay(quantization: str, tmp_p
     gate.float()
     if quantization == "int4":
         kept = as_int4(gate.weight.data.bfloat16())
-        ours = OurProducts(lambda *_size: Linear, Linear, narrow=Linear)
+        ours = OurProducts(lambda *_size: PLAIN_PARTS, PLAIN_PARTS, Linear)
         replace_products(model, ours, {"model.layers.0.mlp.gate.wg": kept}, "cpu")
         assert torch.equal(gate.weight, kept.dequantized().float())
         return

@@ -23,8 +23,8 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 ROOT = Path(__file__).parents[2]
 KERNELS = {
-    "split_kernel", "reduce_kernel", "prefill_kernel", "rotate_kernel", "norm_kernel", "silu_kernel", "digest_kernel",
-    "product_kernel", "one_row_kernel", "widen_kernel", "quantize_kernel",
+    "split_kernel", "reduce_kernel", "prefill_kernel", "rotate_kernel", "norm_kernel", "activation_kernel",
+    "digest_kernel",    "product_kernel", "one_row_kernel", "widen_kernel", "quantize_kernel",
     "latent_decode_kernel", "latent_prefill_kernel", "latent_project_kernel", "unfolded_kernel", "bounds_kernel",
     "race_kernel", "copy_kernel", "shrink_kernel", "expand_kernel", "tiles_kernel", "expert_kernel",
     "row_product_kernel", "expert_row_product_kernel", "sum_kernel", "sum_pieces_kernel", "choose_kernel",

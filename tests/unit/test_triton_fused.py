@@ -14,10 +14,10 @@ from recorder import RelaunchingRecorder
 from triton_device import DEVICE, ROUNDS_TWICE
 
 from engine.kernels.gpu.parts import TritonGatedLinear, TritonRMSNorm
-from engine.kernels.gpu.pointwise import silu_multiply
+from engine.kernels.gpu.pointwise import multiply_gated
 from engine.kernels.gpu.rotate import rotate_and_store
 from engine.kv_cache import rounded_for_pool
-from engine.layers import GatedLinear, HeadProjection, RMSNorm, RotaryEmbedding
+from engine.layers import ACTIVATIONS, Activation, GatedLinear, HeadProjection, RMSNorm, RotaryEmbedding
 from engine.models.rope_config import RopeConfig
 from engine.running import model_runner
 
@@ -62,22 +62,25 @@ def test_a_norm_of_columns_of_a_larger_tensor() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_tokens", "size"), [(1, 8), (5, 1000), (2, 1536)])
-def test_silu_multiply_against_float64(num_tokens: int, size: int, dtype: torch.dtype) -> None:
+def test_multiply_gated_against_float64(num_tokens: int, size: int, dtype: torch.dtype, activation: Activation) -> None:
     gate_up = randn(num_tokens, 2 * size, dtype=dtype)
     gate_up[0, :4] = torch.tensor([-90.0, 90.0, 0.0, -0.0])  # exp of the first is infinite in float32
     gate, up = gate_up.double().chunk(2, dim=-1)
-    expected = torch.nn.functional.silu(gate) * up
-    torch.testing.assert_close(silu_multiply(gate_up).double(), expected, rtol=UNIT[dtype], atol=UNIT[dtype])
+    expected = ACTIVATIONS[activation](gate) * up
+    found = multiply_gated(gate_up, activation).double()
+    torch.testing.assert_close(found, expected, rtol=UNIT[dtype], atol=UNIT[dtype])
 
 
-def test_gated_products_are_those_of_plain_torch() -> None:
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_products_are_those_of_plain_torch(activation: Activation) -> None:
     gate, up = (randn(40, 32, dtype=torch.float32, seed=seed) for seed in (1, 2))
     biases = (randn(40, dtype=torch.float32, seed=3), randn(40, dtype=torch.float32, seed=4))
     x = randn(3, 32, dtype=torch.float32)
     for bias in (biases, (None, None)):
-        plain, fused = GatedLinear(gate, up, *bias), TritonGatedLinear(gate, up, *bias)
+        plain, fused = GatedLinear(gate, up, *bias, activation), TritonGatedLinear(gate, up, *bias, activation)
         torch.testing.assert_close(fused(x), plain(x), rtol=1e-5, atol=1e-5)
 
 

@@ -16,7 +16,7 @@ from engine.kernels.gpu.experts import tiles_of
 from engine.kernels.gpu.gpu_kind import gpu_kind
 from engine.kernels.gpu.int4 import int4_product
 from engine.kernels.gpu.parts import TRITON_PARTS, TritonGroupScaledLinear, TritonInt4Linear, TritonInt8Linear
-from engine.kernels.gpu.pointwise import silu_multiply
+from engine.kernels.gpu.pointwise import multiply_gated
 from engine.kernels.gpu.product import (
     expert_row_product,
     head_row_products,
@@ -78,7 +78,7 @@ class InvariantExperts(ExpertProducts):
         config = row_config(self._kind, -(-num_rows // len(ends_E)), x_RD.itemsize)
         tiles_G3 = tiles_of(ends_E, num_rows, config.block_t)
         gate_up = expert_row_product(x_RD.contiguous(), self._gate_up_EXD, tiles_G3, config)
-        return expert_row_product(silu_multiply(gate_up), self._down_EDI, tiles_G3, config)
+        return expert_row_product(multiply_gated(gate_up), self._down_EDI, tiles_G3, config)
 
 
 class InvariantInt8Linear(TritonInt8Linear):

@@ -20,7 +20,7 @@ from engine.kernels.gpu.gpu_kind import gpu_kind
 from engine.kernels.gpu.int4 import ScaledInt4, int4_config, int4_product, widen_int4
 from engine.kernels.gpu.int4_experts import int4_expert_product
 from engine.kernels.gpu.one_row import one_row_product
-from engine.kernels.gpu.pointwise import add_rms_norm, silu_multiply
+from engine.kernels.gpu.pointwise import add_rms_norm, multiply_gated
 from engine.kernels.gpu.scan_spans import scan_in_spans
 from engine.layers import GatedLinear, Linear, RMSNorm
 from engine.models.expert_products import ExpertProducts
@@ -66,7 +66,7 @@ class TritonLinear(Linear):
 
 class TritonGatedLinear(GatedLinear):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return silu_multiply(self._gate_up(x))
+        return multiply_gated(self._gate_up(x), self._activation)
 
 
 class TritonInt8Linear(Int8Linear):
@@ -135,7 +135,7 @@ class TritonScaledExperts(ExpertProducts):
         config = expert_config(self._kind, num_rows, num_experts, x_RD.itemsize)
         tiles_G3 = tiles_of(ends_E, num_rows, config.block_t)
         gate_up = expert_product(x_RD.contiguous(), self._gate_up, num_experts, tiles_G3, config)
-        return expert_product(silu_multiply(gate_up), self._down, num_experts, tiles_G3, config)
+        return expert_product(multiply_gated(gate_up), self._down, num_experts, tiles_G3, config)
 
 
 class TritonInt4Experts(ExpertProducts):
@@ -151,7 +151,7 @@ class TritonInt4Experts(ExpertProducts):
         config = expert_config(self._kind, num_rows, num_experts, x_RD.itemsize)
         tiles_G3 = tiles_of(ends_E, num_rows, config.block_t)
         gate_up = int4_expert_product(x_RD.contiguous(), self._gate_up, num_experts, tiles_G3, config)
-        return int4_expert_product(silu_multiply(gate_up), self._down, num_experts, tiles_G3, config)
+        return int4_expert_product(multiply_gated(gate_up), self._down, num_experts, tiles_G3, config)
 
 
 class TritonFourBitExperts(ExpertProducts):

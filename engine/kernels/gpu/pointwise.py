@@ -1,4 +1,4 @@
-"""The memory-bound operations between a layer's products, in one pass each: residual + RMS norm, SiLU * up.
+"""The memory-bound operations between a layer's products, in one pass each: residual + RMS norm, SiLU or GELU * up.
 
 Shapes: T tokens, D hidden, F intermediate.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+
+from engine.layers import Activation
 
 MAX_HIDDEN_SIZE = 32768
 """A row is held in registers."""
@@ -56,22 +58,25 @@ def _norm_kernel(
     tl.store(out_ptr + offsets, (y * weight.to(tl.float32)).to(x.dtype), mask=is_dim)
 
 
-def silu_multiply(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of [..., 2F], gate first, contiguous: [..., F]. In float32, rounded once."""
+def multiply_gated(gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
+    """activation(gate) * up of [..., 2F], gate first, contiguous: [..., F]. In float32, rounded once."""
     size = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], size)
     block = min(triton.next_power_of_2(size), 1024)
-    _silu_kernel[(out.numel() // size, triton.cdiv(size, block))](gate_up, out, SIZE=size, BLOCK=block, num_warps=4)
+    _activation_kernel[(out.numel() // size, triton.cdiv(size, block))](
+        gate_up, out, SIZE=size, IS_GELU=activation == "gelu_tanh", BLOCK=block, num_warps=4
+    )
     return out
 
 
 @triton.jit
-def _silu_kernel(gate_up_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (row, tile of it)."""
+def _activation_kernel(gate_up_ptr, out_ptr, SIZE: tl.constexpr, IS_GELU: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (row, tile of it). GELU by tanh is gate * sigmoid(2 z), where tanh takes z."""
     row = tl.program_id(0).to(tl.int64)
     dims = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_dim = dims < SIZE
     gate = tl.load(gate_up_ptr + row * (2 * SIZE) + dims, mask=is_dim, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * (2 * SIZE) + SIZE + dims, mask=is_dim, other=0.0).to(tl.float32)
-    y = gate / (1 + tl.exp(-gate)) * up
+    at = 1.5957691216 * (gate + 0.044715 * gate * gate * gate) if IS_GELU else gate
+    y = gate / (1 + tl.exp(-at)) * up
     tl.store(out_ptr + row * SIZE + dims, y.to(out_ptr.dtype.element_ty), mask=is_dim)

@@ -85,7 +85,7 @@ struct DecoderLayer : torch::CustomClassHolder {
     at::Tensor h = recorded("layer: norm", [&] { return add_rms_norm(x, projected_back, post_attention_norm, eps); });
     at::Tensor active = recorded("layer: gate, up", [&] {
       return gated_linear_ahead(
-          h, gated.weight, gated.scale, gated.bias, gated.num_outputs, next, gated.added.get(), rows);
+          h, gated.weight, gated.scale, gated.bias, gated.num_outputs, false, next, gated.added.get(), rows);
     });
     return recorded("layer: down", [&] { return multiplied(down, active, next, rows); });
   }

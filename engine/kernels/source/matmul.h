@@ -102,17 +102,26 @@ at::Tensor linear_float(const at::Tensor& x, const at::Tensor& weight, int64_t n
   return out;
 }
 
-inline Sums silu_multiply(Sums gate, Sums up) {
-  Sums shrinking = exp_of(gate < 0.0f ? gate : -gate);  // exp(-|gate|)
-  Sums at_low = gate < -87.0f ? Sums{} : shrinking;
-  Sums silu = gate * (gate < 0.0f ? at_low : broadcast(1.0f)) / (1.0f + shrinking);
-  return rounded(silu) * up;
+// gate / (1 + exp(-at)), times up. SiLU: at = gate.
+inline Sums multiply_gated(Sums gate, Sums at, Sums up) {
+  Sums shrinking = exp_of(at < 0.0f ? at : -at);  // exp(-|at|)
+  Sums at_low = at < -87.0f ? Sums{} : shrinking;
+  Sums activated = gate * (at < 0.0f ? at_low : broadcast(1.0f)) / (1.0f + shrinking);
+  return rounded(activated) * up;
 }
 
-// silu(x @ gate.T) * (x @ up.T). Each panel holds 16 outputs of the gate and the corresponding 16 of `up`.
+// Where GELU takes its sigmoid, in the approximation by tanh: D. Hendrycks, K. Gimpel, "Gaussian Error Linear Units",
+// 2016; (1 + tanh(z)) / 2 is the sigmoid of 2 z.
+inline Sums gelu_at(Sums gate) {
+  Sums at = 1.5957691216f * (gate + 0.044715f * gate * gate * gate);
+  Sums low = at < -100.0f ? broadcast(-100.0f) : at;  // not infinite
+  return low > 100.0f ? broadcast(100.0f) : low;
+}
+
+// silu(x @ gate.T) * (x @ up.T), or GELU. Each panel holds 16 outputs of the gate and the corresponding 16 of `up`.
 at::Tensor gated_linear_ahead(
     const at::Tensor& x, const at::Tensor& weight, const OfOutputs& scale, const OfOutputs& bias, int64_t num_outputs,
-    ReadAhead* ahead, const AddedProduct* added = nullptr, const AdapterRows* rows = nullptr) {
+    bool is_gelu, ReadAhead* ahead, const AddedProduct* added = nullptr, const AdapterRows* rows = nullptr) {
   check_product(x, weight, scale, bias);
   TORCH_CHECK((num_outputs + LANES - 1) / LANES == weight.size(0), "num_outputs must end in the last panel");
   check_added(added, weight);
@@ -128,7 +137,8 @@ at::Tensor gated_linear_ahead(
     bf16* y = left < LANES ? of_last : to + row * num_outputs + at;
     for (int i = 0; i < LANES; i += REGISTER) {
       const float* both = reinterpret_cast<const float*>(sums) + i;
-      store_bf16(y + i, silu_multiply(rounded(load<Sums>(both)), rounded(load<Sums>(both + LANES))));
+      Sums gate = rounded(load<Sums>(both));
+      store_bf16(y + i, multiply_gated(gate, is_gelu ? gelu_at(gate) : gate, rounded(load<Sums>(both + LANES))));
     }
     if (left < LANES) std::memcpy(to + row * num_outputs + at, y, left * sizeof(bf16));
   });
@@ -136,8 +146,9 @@ at::Tensor gated_linear_ahead(
 }
 
 at::Tensor gated_linear(
-    const at::Tensor& x, const at::Tensor& weight, const OfOutputs& scale, const OfOutputs& bias, int64_t num_outputs) {
-  return gated_linear_ahead(x, weight, scale, bias, num_outputs, nullptr);
+    const at::Tensor& x, const at::Tensor& weight, const OfOutputs& scale, const OfOutputs& bias, int64_t num_outputs,
+    bool is_gelu) {
+  return gated_linear_ahead(x, weight, scale, bias, num_outputs, is_gelu, nullptr);
 }
 
 // `linear` and `gated_linear` with adapters. adapter_ids [T] int32: the adapter of each row, 0 for none.
@@ -150,9 +161,9 @@ at::Tensor adapted_linear(
 
 at::Tensor adapted_gated_linear(
     const c10::intrusive_ptr<AddedProduct>& added, const at::Tensor& x, const at::Tensor& weight, const OfOutputs& scale,
-    const OfOutputs& bias, int64_t num_outputs, const at::Tensor& adapter_ids) {
+    const OfOutputs& bias, int64_t num_outputs, bool is_gelu, const at::Tensor& adapter_ids) {
   const AdapterRows rows(adapter_ids);
-  return gated_linear_ahead(x, weight, scale, bias, num_outputs, nullptr, added.get(), &rows);
+  return gated_linear_ahead(x, weight, scale, bias, num_outputs, is_gelu, nullptr, added.get(), &rows);
 }
 
 }  // namespace tandem

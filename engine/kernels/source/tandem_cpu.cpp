@@ -75,7 +75,9 @@ TORCH_LIBRARY(tandem_cpu, m) {
   m.def("pack_int4(Tensor packed, Tensor scale, Tensor offset) -> Tensor", &pack_int4);
   m.def("linear(Tensor x, Tensor weight, Tensor? scale, Tensor? bias, int num_outputs) -> Tensor", &linear);
   m.def("linear_float(Tensor x, Tensor weight, int num_outputs) -> Tensor", &linear_float);
-  m.def("gated_linear(Tensor x, Tensor weight, Tensor? scale, Tensor? bias, int num_outputs) -> Tensor", &gated_linear);
+  m.def(
+      "gated_linear(Tensor x, Tensor weight, Tensor? scale, Tensor? bias, int num_outputs, bool is_gelu=False) -> Tensor",
+      &gated_linear);
   m.def("add_rms_norm(Tensor(a!) x, Tensor? delta, Tensor weight, float eps) -> Tensor", &add_rms_norm);
   m.def(
       "rotate_and_store(Tensor qkv, Tensor cos, Tensor sin, Tensor? q_norm, Tensor? k_norm, float eps, Tensor(a!) kv, "

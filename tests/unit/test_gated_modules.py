@@ -1,0 +1,123 @@
+"""Feed-forward modules of transformers' whose gate and `up` become one product: which, and what they compute then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from model_bench import Bench, engine_config, random_tokens, save_model
+from test_transformers_models import CONFIGS
+from torch import nn
+
+from engine.models.gated_modules import activation_of
+from engine.models.transformers_products import _GatedProducts
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ACTIVATION_OF = {
+    "afmoe": "silu", "cohere2": "silu", "gemma": "gelu_tanh", "gemma2": "gelu_tanh", "gemma3": "gelu_tanh",
+    "gemma4": "gelu_tanh", "gemma4-moe": "gelu_tanh", "gemma4-shared": "gelu_tanh", "glm4-moe": "silu",
+    "granite": "silu", "olmo2": "silu", "qwen2-moe": "silu",
+}  # fmt: skip
+"""Of the families whose feed-forward, or that of whose shared experts, has a gate."""
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS.keys() - {"gemma3n"}))
+def test_gates_of_families(name: str) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]())
+    found = {activation_of(module) for module in model.modules()} - {None}
+    assert found == ({ACTIVATION_OF[name]} if name in ACTIVATION_OF else set())
+
+
+def test_layers_of_one_class_may_differ() -> None:
+    """Gemma 3n's code drops most of what the gate yields in some layers."""
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS["gemma3n"]())
+    assert [activation_of(layer.mlp) for layer in model.model.layers] == [None, *["gelu_tanh"] * 4]
+
+
+class FeedForward(nn.Module):
+    """The usual one."""
+
+    def __init__(self, activation: nn.Module | None = None) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(32, 48), nn.Linear(32, 48)
+        self.down_proj = nn.Linear(48, 32)
+        self.act_fn = activation or nn.SiLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class OtherWayRound(FeedForward):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+
+
+class WithNorm(FeedForward):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.norm(self.act_fn(self.gate_proj(x)) * self.up_proj(x)))
+
+
+class Scaled(FeedForward):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x) * 1.001)
+
+
+class OfASize(FeedForward):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.view(-1, 32))
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (FeedForward(), "silu"),
+        (FeedForward(nn.GELU(approximate="tanh")), "gelu_tanh"),
+        (FeedForward(nn.GELU()), None),
+        (FeedForward(nn.ReLU()), None),
+        (OtherWayRound(), None),
+        (WithNorm(), None),
+        (Scaled(), None),
+        (OfASize(), None),
+        (nn.Linear(3, 4), None),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_only_what_computes_the_same_is_joined(module: nn.Module, expected: str | None) -> None:
+    assert activation_of(module) == expected
+
+
+@pytest.mark.parametrize("name", ["gemma3", "glm4-moe", "gemma4"])
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_with_the_cpu_kernels(name: str, quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As close to float32 as with two products."""
+    config = CONFIGS[name]()
+    config.intermediate_size = 160
+    save_model(config, tmp_path)
+    settings: dict[str, Any] = {
+        "dtype": "bfloat16", "block_size": 16, "model_impl": "transformers", "quantization": quantization,
+    }  # fmt: skip
+    if engine_config(tmp_path, **settings).device.attention_backend != "cpu":
+        pytest.skip("no C++ compiler: there are no CPU kernels")
+
+    def logits(**given: Any) -> tuple[torch.Tensor, int]:
+        bench = Bench(engine_config(tmp_path, **given))
+        found = bench.logits((bench.sequence(random_tokens(30, seed=5)), 30))
+        assert found is not None
+        modules = bench.runner._model._body.modules()  # type: ignore[attr-defined]
+        return found.float(), sum(isinstance(module, _GatedProducts) for module in modules)
+
+    exact, num_plain = logits(model_impl="transformers", num_kv_blocks=64)
+    joined, num_joined = logits(**settings)
+    monkeypatch.setattr("engine.models.transformers_products.activation_of", lambda _: None)
+    apart, num_apart = logits(**settings)
+    assert (num_plain, num_apart) == (0, 0)
+    assert num_joined >= 1
+    assert (joined - exact).norm() < 1.3 * (apart - exact).norm()
