@@ -120,9 +120,9 @@ class PanelExperts(ExpertProducts):
 
     reads_back = True
 
-    def __init__(self, weights: Iterable[ExpertWeight]) -> None:
+    def __init__(self, weights: Iterable[ExpertWeight], activation: Activation = "silu") -> None:
         self._experts = [
-            (PanelGatedLinear(gate, up, None, None), PanelLinear(down))
+            (PanelGatedLinear(gate, up, None, None, activation), PanelLinear(down))
             for gate, up, down in map(_of_even_size, weights)
         ]
 

@@ -58,7 +58,7 @@ def split_checkpoint(weights: SafetensorsWeights, causal_lm: Any) -> Checkpoint:
     for module, sizes in _experts_of(causal_lm).items():
         each = _take_experts(weights, module, sizes, shapes)
         if each is not None:
-            E, I, D = sizes  # noqa: E741
+            E, I, D, _ = sizes  # noqa: E741
             kept.experts[module] = each
             tensors[f"{module}.gate_up_proj"] = weight_without_memory((E, 2 * I, D), weights.dtype)
             tensors[f"{module}.down_proj"] = weight_without_memory((E, D, I), weights.dtype)
@@ -118,7 +118,7 @@ def _expert(weights: Weights, names: Sequence[str], sizes: ExpertSizes) -> Exper
 
 def _shapes(names: Sequence[str], sizes: ExpertSizes) -> Iterator[tuple[str, tuple[int, int]]]:
     """An expert's names with their shapes."""
-    _, I, D = sizes  # noqa: E741
+    _, I, D, _ = sizes  # noqa: E741
     return zip(names, ((I, D), (I, D), (D, I)), strict=True)
 
 

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from engine.int4_weight import Int4Weight
+from engine.layers import ACTIVATIONS, Activation
 from engine.model_loader.weights import Weights
 from engine.models.experts_config import EXPERT_GRAIN, ExpertsConfig, reads_groups_back
 from engine.scaled_weight import ScaledWeight
@@ -29,7 +30,7 @@ from engine.weight import Weight, stacked
 
 
 class ExpertProducts(ABC):
-    """Computes `down(silu(gate(x)) * up(x))` of each row with its expert's weights."""
+    """Computes `down(activation(gate(x)) * up(x))` of each row with its expert's weights."""
 
     reads_back: bool
     """The host needs the number of rows of each expert, and waits for a GPU to compute it."""
@@ -84,13 +85,13 @@ class ScaledExperts(ExpertProducts):
 
     reads_back = True
 
-    def __init__(self, gate_up: ExpertStack, down: ExpertStack) -> None:
-        self.gate_up, self.down = gate_up, down
+    def __init__(self, gate_up: ExpertStack, down: ExpertStack, activation: Activation = "silu") -> None:
+        self.gate_up, self.down, self._activation = gate_up, down, activation
 
     def __call__(self, x_RD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         bounds = [0, *ends_E.tolist()]
         gate, up = _multiplied(x_RD, self.gate_up, bounds).chunk(2, dim=-1)
-        return _multiplied(F.silu(gate) * up, self.down, bounds)
+        return _multiplied(ACTIVATIONS[self._activation](gate) * up, self.down, bounds)
 
 
 def _multiplied(x_RK: torch.Tensor, stack: ExpertStack, bounds: list[int]) -> torch.Tensor:

@@ -6,7 +6,7 @@ from weights, by their Hugging Face names. Neither keeps a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -28,7 +28,6 @@ from engine.model_loader.weights import Weights
 from engine.models.expert_choice import ChooseExperts, choose_experts
 from engine.models.expert_products import (
     ExpertProducts,
-    ExpertWeight,
     ExpertWeights,
     PlainExperts,
     ScaledExperts,
@@ -61,12 +60,13 @@ class Parts:
     head_products: type[HeadProducts] = HeadProducts
     """The products of heads in latent attention."""
     plain_experts: Callable[[torch.Tensor, torch.Tensor], ExpertProducts] = PlainExperts
-    each_expert: Callable[[Iterator[ExpertWeight]], ExpertProducts] | None = None
-    """Takes each expert's weights separately, as stored. None: weights are stacked, for one of the other classes."""
-    scaled_experts: Callable[[ScaledWeight, ScaledWeight], ExpertProducts] = ScaledExperts
-    """Takes (gate and up, down) in 8 bits."""
-    int4_experts: Callable[[Int4Weight, Int4Weight], ExpertProducts] = ScaledExperts
-    """Takes (gate and up, down) in 4 bits (engine/int4_weight.py)."""
+    each_expert: Callable[..., ExpertProducts] | None = None
+    """Takes an iterator of each expert's weights, as stored, and an activation (default: silu). None: weights are
+    stacked, for one of the other classes."""
+    scaled_experts: Callable[..., ExpertProducts] = ScaledExperts
+    """Takes (gate and up, down) in 8 bits, and an activation (default: silu)."""
+    int4_experts: Callable[..., ExpertProducts] = ScaledExperts
+    """The same for weights in 4 bits (engine/int4_weight.py)."""
     four_bit_experts: Callable[[FourBitStack, FourBitStack, ClampedGate], ExpertProducts] | None = None
     """Takes (gate and up, down) in MXFP4. None: such weights are dequantised when they are loaded."""
     sum_of_experts: SumOfExperts = sum_of_experts

@@ -2,7 +2,7 @@
 
 transformers keeps a layer's experts in two tensors, and computes them by one of several functions, all of which do the
 same: those that its decorator `use_experts_implementation` describes. We replace experts of the common kind, with a
-gate by SiLU and without biases.
+gate by SiLU or GELU and without biases.
 
 Shapes: T tokens, D hidden, A experts of each, E experts, I intermediate.
 """
@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
-from transformers.activations import SiLUActivation
 from transformers.integrations import moe
 
 from engine.grains import INT4_GRAIN
 from engine.int4_weight import Int4Weight
-from engine.layers import Linear
+from engine.layers import Activation, Linear
 from engine.models.expert_products import ExpertProducts, ExpertWeight, stack_of
 from engine.models.experts import ChosenExperts
+from engine.models.gated_modules import activation_in
 from engine.models.parts import Parts
 from engine.quantization import as_float8, as_int8
 from engine.weight import Weight, as_int4, stacked
@@ -71,6 +71,7 @@ class ExpertSizes(NamedTuple):
     num_experts: int
     intermediate_size: int
     hidden_size: int
+    activation: Activation
 
 
 class ReplacedExperts(nn.Module):
@@ -97,8 +98,8 @@ def sizes_of_experts(module: Any) -> ExpertSizes | None:
         return None
     E, I, D = len(gate_up), gate_up.shape[1] // 2, gate_up.shape[2]  # noqa: E741
     is_whole = gate_up.shape == (E, 2 * I, D) and down.shape == (E, D, I) and D % 2 == 0
-    is_silu = isinstance(getattr(module, "act_fn", None), (nn.SiLU, SiLUActivation))
-    return ExpertSizes(E, I, D) if is_whole and is_silu else None
+    activation = activation_in(getattr(module, "act_fn", None))
+    return ExpertSizes(E, I, D, activation) if is_whole and activation is not None else None
 
 
 def replace_experts(
@@ -121,7 +122,7 @@ def replace_experts(
         elif parts.each_expert is not None:
             weights = _plain(module, device)
         if weights is not None:
-            products = _products(weights, sizes.num_experts, parts)
+            products = _products(weights, sizes, parts)
             chosen = ChosenExperts(products, parts.sum_of_experts, sizes.num_experts, torch.device(device))
             causal_lm.set_submodule(path, ReplacedExperts(chosen, sizes.num_experts))
             if parts.each_expert is not None:
@@ -162,9 +163,10 @@ def _quantised(module: Any, quantization: str, device: str) -> Iterator[ExpertWe
         yield quantise(gate), quantise(up), quantise(down)
 
 
-def _products(weights: Iterable[ExpertWeight], num_experts: int, parts: Parts) -> ExpertProducts:
+def _products(weights: Iterable[ExpertWeight], sizes: ExpertSizes, parts: Parts) -> ExpertProducts:
+    num_experts, activation = sizes.num_experts, sizes.activation
     if parts.each_expert is not None:
-        return parts.each_expert(iter(weights))
+        return parts.each_expert(iter(weights), activation)
     each = list(weights)
     gate_up = stack_of((stacked([gate, up]) for gate, up, _ in each), num_experts)
     down = stack_of((down for _, _, down in each), num_experts)
@@ -172,6 +174,6 @@ def _products(weights: Iterable[ExpertWeight], num_experts: int, parts: Parts) -
     assert down is not None
     if isinstance(gate_up, Int4Weight):
         assert isinstance(down, Int4Weight)
-        return parts.int4_experts(gate_up, down)
+        return parts.int4_experts(gate_up, down, activation)
     assert not isinstance(down, Int4Weight)
-    return parts.scaled_experts(gate_up, down)
+    return parts.scaled_experts(gate_up, down, activation)

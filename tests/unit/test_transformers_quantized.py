@@ -44,6 +44,18 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "lfm2": lambda: transformers.Lfm2Config(**LFM2 | {"vocab_size": 307, "block_ff_dim": 160}),
     "olmo2": lambda: transformers.Olmo2Config(**WIDE | {"attention_bias": True}),
     "qwen3-moe": lambda: transformers.Qwen3MoeConfig(**WIDE, **EXPERTS),
+    "gemma4-moe": lambda: transformers.Gemma4TextConfig(
+        **WIDE | {"pad_token_id": 0},
+        head_dim=32,
+        global_head_dim=32,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=128,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+        sliding_window=8,
+    ),
     "qwen3.5": lambda: transformers.Qwen3_5TextConfig(**QWEN3_5 | {"vocab_size": 307, "intermediate_size": 160}),
 }
 

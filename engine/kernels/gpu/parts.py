@@ -22,7 +22,7 @@ from engine.kernels.gpu.int4_experts import int4_expert_product
 from engine.kernels.gpu.one_row import one_row_product
 from engine.kernels.gpu.pointwise import add_rms_norm, multiply_gated
 from engine.kernels.gpu.scan_spans import scan_in_spans
-from engine.layers import GatedLinear, Linear, RMSNorm
+from engine.layers import Activation, GatedLinear, Linear, RMSNorm
 from engine.models.expert_products import ExpertProducts
 from engine.models.four_bit_experts import ClampedGate, FourBitStack
 from engine.models.parts import Parts
@@ -126,8 +126,8 @@ class TritonInt4Linear(Int4Linear):
 class TritonScaledExperts(ExpertProducts):
     reads_back = False
 
-    def __init__(self, gate_up: ScaledWeight, down: ScaledWeight) -> None:
-        self._gate_up, self._down = gate_up, down
+    def __init__(self, gate_up: ScaledWeight, down: ScaledWeight, activation: Activation = "silu") -> None:
+        self._gate_up, self._down, self._activation = gate_up, down, activation
         self._kind = gpu_kind(gate_up.weight.device)
 
     def __call__(self, x_RD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
@@ -135,15 +135,16 @@ class TritonScaledExperts(ExpertProducts):
         config = expert_config(self._kind, num_rows, num_experts, x_RD.itemsize)
         tiles_G3 = tiles_of(ends_E, num_rows, config.block_t)
         gate_up = expert_product(x_RD.contiguous(), self._gate_up, num_experts, tiles_G3, config)
-        return expert_product(multiply_gated(gate_up), self._down, num_experts, tiles_G3, config)
+        return expert_product(multiply_gated(gate_up, self._activation), self._down, num_experts, tiles_G3, config)
 
 
 class TritonInt4Experts(ExpertProducts):
     reads_back = False
 
-    def __init__(self, gate_up: Int4Weight, down: Int4Weight) -> None:
+    def __init__(self, gate_up: Int4Weight, down: Int4Weight, activation: Activation = "silu") -> None:
         # As in layers, the given weights are not kept: their scales take more bytes.
         self._gate_up, self._down = ScaledInt4.of(gate_up), ScaledInt4.of(down)
+        self._activation = activation
         self._kind = gpu_kind(self._gate_up.packed.device)
 
     def __call__(self, x_RD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
@@ -151,7 +152,7 @@ class TritonInt4Experts(ExpertProducts):
         config = expert_config(self._kind, num_rows, num_experts, x_RD.itemsize)
         tiles_G3 = tiles_of(ends_E, num_rows, config.block_t)
         gate_up = int4_expert_product(x_RD.contiguous(), self._gate_up, num_experts, tiles_G3, config)
-        return int4_expert_product(multiply_gated(gate_up), self._down, num_experts, tiles_G3, config)
+        return int4_expert_product(multiply_gated(gate_up, self._activation), self._down, num_experts, tiles_G3, config)
 
 
 class TritonFourBitExperts(ExpertProducts):
