@@ -240,7 +240,8 @@ def compare(case: Case, names: list[str], rounds: int, flags: list[str]) -> None
     for row in rows:
         cells = "".join(f" {row[name]:>8.0f} {row[f'against_{name}']:>6.2f}" for name in names)
         click.echo(f"{row['phase']:<8} {row['batch_size']:>5} {row['prompt_tokens']:>6} {row['tandem']:>8.0f}{cells}")
-    summary = {"benchmark": "engine", "against": names, "rounds": rounds, "case": asdict(case)} | machine()
+    described = {name: value for name, value in asdict(case).items() if name not in ("folder", "gguf")}
+    summary = {"benchmark": "engine", "against": names, "rounds": rounds, "case": described} | machine()
     save("engine", summary | {"results": rows}, lambda figure: plot(figure.add_subplot(), rows, ["tandem", *names]))
 
 

@@ -41,6 +41,11 @@ class Case:
     """Samples per prompt length."""
     num_threads: int
     quantization: str = "none"
+    shape: str = ""
+    """Name of the model; empty: the default one."""
+    folder: str = ""
+    gguf: str = ""
+    """Its files, if it is not the default one: without a tokenizer."""
 
 
 Rates = dict[tuple[str, int, int], float]
@@ -63,7 +68,7 @@ def vllm_files(case: Case) -> tuple[Path, Path]:
     """Paths of Python and the model. Raises `PeerMissing`, `ValueError`."""
     if case.quantization != "none":
         raise ValueError("vLLM takes weights in fewer bits on a CPU from checkpoints that have them; leave it out")
-    return existing("vllm/bin/python"), existing("smollm2")
+    return existing("vllm/bin/python"), Path(case.folder) if case.folder else existing("smollm2")
 
 
 def measure_vllm(case: Case) -> Rates:
@@ -82,7 +87,8 @@ def llama_files(case: Case) -> tuple[Path, Path]:
     """Paths of the program and the model. Raises `PeerMissing`, `ValueError`."""
     if case.quantization not in GGUF_OF:
         raise ValueError(f"llama.cpp has no weights for --quantization {case.quantization} here")
-    return existing("llama/vendor/llama.cpp/build/bin/llama-batched-bench"), existing(GGUF_OF[case.quantization])
+    model = Path(case.gguf) if case.gguf else existing(GGUF_OF[case.quantization])
+    return existing("llama/vendor/llama.cpp/build/bin/llama-batched-bench"), model
 
 
 def measure_llama(case: Case) -> Rates:

@@ -37,6 +37,7 @@ def main() -> None:
         max_model_len=longest,
         max_num_seqs=max(case["batch_sizes"]),
         enable_prefix_caching=False,
+        skip_tokenizer_init=bool(case.get("folder")),
     )
     vocab_size = llm.llm_engine.model_config.get_vocab_size()
 

@@ -51,6 +51,7 @@ def test_servers_have_names(name: str) -> None:
 @pytest.mark.parametrize(
     ("command", "sentence"),
     [
+        ("families --shapes gpt", "--shapes: no such model gpt; there are gemma3-270m, qwen3.5-0.8b"),
         ("serve --rates 1,x", "'--rates': must be numbers with commas between them, is '1,x'"),
         ("serve --rates 2,0", "'--rates': must be more than 0, is '2,0'"),
         ("serve --rates nan", "'--rates': must be more than 0, is 'nan'"),

@@ -1,0 +1,137 @@
+"""Measures the engine beside others with models that transformers' code computes, of random weights.
+
+    python -m benchmarks.families --against llama                       # Gemma 3 270M and Qwen 3.5 0.8B
+    python -m benchmarks.families --against llama,vllm --shapes gemma3-270m
+
+Such checkpoints cannot be had everywhere; their shapes are enough to measure speed. Each is written once, in bfloat16,
+and converted to GGUF by llama.cpp's own converter, without a vocabulary. The measurements are those of engine.py.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from benchmarks.engine import compare
+from benchmarks.flags import COUNT, Numbers, wrong_usage
+from benchmarks.peers import Case, existing
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "gemma3-270m": {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "vocab_size": 262144, "hidden_size": 640,
+        "intermediate_size": 2048, "num_hidden_layers": 18, "num_attention_heads": 4, "num_key_value_heads": 1,
+        "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 512, "max_position_embeddings": 32768,
+        "rope_theta": 1e6, "rope_local_base_freq": 1e4, "tie_word_embeddings": True,
+    },
+    "qwen3.5-0.8b": {
+        "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "vocab_size": 248320,
+        "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+        "max_position_embeddings": 32768, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+"""As in the models' own config.json."""
+TOOLS = "tools/bin/python"
+CONVERTER = "llama/vendor/llama.cpp"
+CONVERT = """
+import sys
+folder, to, source = sys.argv[1:]
+sys.path[:0] = [source, source + "/gguf-py"]
+import convert_hf_to_gguf as converter
+from conversion import base, gemma, qwen
+
+def without_vocabulary(model):
+    model.gguf_writer.add_tokenizer_model("none")
+    model.gguf_writer.add_vocab_size(model.hparams["vocab_size"])
+
+for module in (base, gemma, qwen):
+    for kind in vars(module).values():
+        if isinstance(kind, type) and hasattr(kind, "set_vocab"):
+            kind.set_vocab = without_vocabulary
+without_mtp = ["--no-mtp"] if "qwen" in to else []
+sys.argv = ["convert", folder, "--outfile", to, "--outtype", "bf16", *without_mtp]
+converter.main()
+"""
+"""Run by the peers' Python. The converter reads a Gemma's tokenizer.json, to see how many tokens there are."""
+
+
+def write_checkpoint(folder: Path, config: dict[str, Any]) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    fields = {name: value for name, value in config.items() if name != "architectures"}
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**fields), dtype=torch.bfloat16
+    )
+    model.save_pretrained(folder)
+    vocab = {str(token): token for token in range(config["vocab_size"])}
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}, "added_tokens": []}))
+
+
+def convert(folder: Path, to: Path) -> None:
+    """Raises `click.ClickException` if llama.cpp's converter fails."""
+    command = [str(existing(TOOLS)), "-c", CONVERT, str(folder), str(to), str(existing(CONVERTER))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise click.ClickException(f"llama.cpp's converter: {done.stderr[-1000:]}")
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--shapes", default=",".join(SHAPES), show_default=True, help="Models, comma-separated.")
+@click.option("--against", default="llama", show_default=True, help="Peers: llama, vllm (see peers.py).")
+@click.option("--rounds", default=2, type=COUNT, show_default=True, help="Times to measure each engine, in turn.")
+@click.option("--batch-sizes", default="1,8,32", type=Numbers(), show_default=True)
+@click.option("--prompt-tokens", default="128,1024", type=Numbers(), show_default=True)
+@click.option("--context-tokens", default=160, type=COUNT, show_default=True, help="Prompt length before decoding.")
+@click.option("--num-steps", default=24, type=COUNT, show_default=True)
+@click.option("--num-prompts", default=3, type=COUNT, show_default=True)
+@click.option("--num-threads", default=0, show_default=True, help="Compute threads. 0: torch's default.")
+def main(
+    shapes: str,
+    against: str,
+    rounds: int,
+    batch_sizes: tuple[int, ...],
+    prompt_tokens: tuple[int, ...],
+    context_tokens: int,
+    num_steps: int,
+    num_prompts: int,
+    num_threads: int,
+) -> None:
+    """Measure models that transformers' code computes, beside other engines."""
+    wanted, peers = shapes.split(","), against.split(",")
+    if unknown := [name for name in wanted if name not in SHAPES]:
+        raise click.UsageError(f"--shapes: no such model {', '.join(unknown)}; there are {', '.join(SHAPES)}")
+    with wrong_usage("--against"):
+        for name in (TOOLS, CONVERTER) if "llama" in peers else ():
+            existing(name)
+    for name in wanted:
+        with tempfile.TemporaryDirectory() as made:
+            folder, gguf = Path(made) / name, Path(made) / f"{name}.gguf"
+            click.echo(f"{name}: writing random weights", err=True)
+            write_checkpoint(folder, SHAPES[name])
+            if "llama" in peers:
+                convert(folder, gguf)
+            case = Case(
+                prompt_tokens=prompt_tokens,
+                batch_sizes=batch_sizes,
+                context_tokens=context_tokens,
+                num_steps=num_steps,
+                num_prompts=num_prompts,
+                num_threads=num_threads or torch.get_num_threads(),
+                folder=str(folder),
+                gguf=str(gguf),
+                shape=name,
+            )
+            click.echo(name)
+            compare(case, peers, rounds, ["--model", str(folder), "--dtype", "bfloat16"])
+
+
+if __name__ == "__main__":
+    main()
