@@ -264,10 +264,15 @@ def test_steps_that_cannot_be_recorded_say_what_to_do(
     gpu: PretendGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers' code cannot be recorded if it moves numbers between host and device in a step."""
-    from transformers.models.gemma2.modeling_gemma2 import Gemma2MLP
+    from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
 
-    forward = Gemma2MLP.forward
-    monkeypatch.setattr(Gemma2MLP, "forward", lambda self, x: forward(self, x) + torch.zeros(1).to(x.device))
+    forward = Gemma2DecoderLayer.forward
+
+    def moving(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        y: torch.Tensor = forward(self, x, *args, **kwargs)
+        return y + torch.zeros(1).to(x.device)
+
+    monkeypatch.setattr(Gemma2DecoderLayer, "forward", moving)
     settings = SMALL | {"max_num_seqs": 2}
     with pytest.raises(ValueError, match="could not be recorded as a CUDA graph: give enforce_eager"):
         make_engine(tmp_path, GEMMA2, **settings)
