@@ -142,11 +142,11 @@ class TransformersModel:
         try:
             return self._hidden(token_ids, positions)
         except RuntimeError as error:
-            if not is_shared or not any(word in str(error) for word in ("size", "shape")):
+            if not is_shared or not any(word in str(error) for word in ("size", "shape", "stride")):
                 raise
             raise ValueError(
-                "tensor_parallel_size must be 1 for this model: its code does not go with the plan that splits it: "
-                f"{str(error).splitlines()[0]}"
+                "tensor_parallel_size must be smaller for this model, or 1: its code does not go with the plan that "
+                f"splits it: {str(error).splitlines()[0]}"
             ) from error
 
     def _check_tokens_are_apart(

@@ -50,7 +50,17 @@ FURTHER: dict[str, Any] = {
         **SMALL | {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48, "intermediate_size": 42},
         pad_token_id=0,
     ),
+    "fewer key heads than ranks": lambda: transformers.LlamaConfig(
+        **SMALL | {"num_attention_heads": 4}, attention_bias=True, mlp_bias=True
+    ),
+    "fewer key heads than ranks, gathered": lambda: transformers.Olmo2Config(
+        **SMALL | {"num_attention_heads": 4}, attention_bias=True
+    ),
 }
+NUM_RANKS = {
+    "odd sizes of fused products": 3, "fewer key heads than ranks": 4, "fewer key heads than ranks, gathered": 4,
+}  # fmt: skip
+"""Of the others: 2."""
 OWN = {name: make for name, make in (CONFIGS | FURTHER).items() if name not in {"gemma3n", "gpt2", "granite4", "opt"}}
 OF_EXPERTS = {
     "num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
@@ -110,7 +120,7 @@ def check_against_transformers(model: Any, ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("name", OWN)
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    num_ranks = 3 if name == "odd sizes of fused products" else 2
+    num_ranks = NUM_RANKS.get(name, 2)
     model = save_model(OWN[name](), tmp_path)
     config = config_of(tmp_path, num_ranks)
     check_against_transformers(model, Ranks(config, tmp_path))
@@ -255,8 +265,16 @@ def test_a_plan_that_the_code_does_not_follow_is_refused(tmp_path: Path, monkeyp
     del plan["layers.*.mlp.up_proj"]
     monkeypatch.setattr(transformers.Gemma3TextConfig, "base_model_tp_plan", plan)
     save_model(CONFIGS["gemma3"](), tmp_path)
-    with pytest.raises(ValueError, match="tensor_parallel_size must be 1 for this model: its code does not go with"):
+    with pytest.raises(ValueError, match="tensor_parallel_size must be smaller for this model, or 1: its code"):
         Ranks(config_of(tmp_path), tmp_path)
+
+
+def test_parts_of_experts_that_torch_does_not_multiply_are_refused(tmp_path: Path) -> None:
+    """A row of 6 numbers is not a multiple of 16 bytes."""
+    sizes = {"intermediate_size": 24, "num_attention_heads": 4, "num_local_experts": 4}
+    save_model(transformers.MixtralConfig(**SMALL | sizes), tmp_path)
+    with pytest.raises(ValueError, match=r"tensor_parallel_size must be smaller for this model, or 1: .* 16 bytes"):
+        Ranks(config_of(tmp_path, 4), tmp_path)
 
 
 def shape_of(config: Any) -> TransformersConfig:
