@@ -47,7 +47,7 @@ FURTHER: dict[str, Any] = {
         **SMALL | {"num_key_value_heads": 1}, head_dim=16, sliding_window=8, query_pre_attn_scalar=24, pad_token_id=0
     ),
     "odd sizes of fused products": lambda: transformers.Phi3Config(
-        **SMALL | {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48, "intermediate_size": 42},
+        **SMALL | {"num_attention_heads": 3, "num_key_value_heads": 1, "hidden_size": 48, "intermediate_size": 42},
         pad_token_id=0,
     ),
     "fewer key heads than ranks": lambda: transformers.LlamaConfig(
