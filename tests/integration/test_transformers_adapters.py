@@ -207,6 +207,20 @@ def test_what_an_adapter_cannot_change(tmp_path: Path, name: str, size: tuple[in
         LLMEngine(config_of(tmp_path))
 
 
+def test_products_of_some_tokens_or_of_none_are_not_for_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of such a product's input are other than those whose adapters a step has listed."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        self.gate_proj(x[:, 1:])  # and of all tokens
+        return self.down_proj(self.gate_proj(x))  # type: ignore[no-any-return]
+
+    monkeypatch.setattr("transformers.models.gemma2.modeling_gemma2.Gemma2MLP.forward", forward)
+    shape = load_model_shape(GEMMA2 | {"vocab_size": 98}, "transformers")
+    assert isinstance(shape, TransformersConfig)
+    kinds = {name.rpartition(".")[2] for name in shape.adaptable}
+    assert kinds == {"down_proj", "k_proj", "o_proj", "q_proj", "v_proj"}
+
+
 @pytest.mark.parametrize("body", ["model.language_model.", "model.text_model.", "language_model.model."])
 def test_an_adapter_for_the_whole_checkpoint_changes_its_language_model(tmp_path: Path, body: str) -> None:
     """Its layers have other names."""
