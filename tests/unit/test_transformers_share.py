@@ -8,6 +8,7 @@ import copy
 import json
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ from engine.config import EngineConfig
 from engine.kv_memory import KVMemory
 from engine.models import load_model_shape
 from engine.models.expert_parts import keep_part
-from engine.models.split import FAMILIES
+from engine.models.head_shape import HeadShape, why_not_together
+from engine.models.split import FAMILIES, OUTPUTS, Split
 from engine.models.stored_weights import AS_STORED
 from engine.models.transformers_config import TransformersConfig
 from engine.models.transformers_experts import FourBitExperts
@@ -252,6 +254,14 @@ def test_what_ranks_cannot_share(name: str, num_ranks: int, sentence: str) -> No
     shape = shape_of((CONFIGS | FURTHER)[name]())
     with pytest.raises(ValueError, match=f"tensor_parallel_size {sentence}"):
         share_of(shape, num_ranks)
+
+
+def test_heads_that_share_a_pool_only_in_the_whole_model() -> None:
+    heads = (HeadShape(6, 6, 16), HeadShape(6, 1, 24))
+    shape = replace(shape_of(CONFIGS["gemma4"]()), head_shapes=heads, splits=(Split("q_proj", OUTPUTS, 6),))
+    assert not why_not_together(heads)
+    with pytest.raises(ValueError, match=r"tensor_parallel_size 3 does not work .*\[\(2, 1, 24\), \(2, 2, 16\)\]"):
+        share_of(shape, 3)
 
 
 def test_layers_that_keep_a_state_are_not_split() -> None:
