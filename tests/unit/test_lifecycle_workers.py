@@ -310,8 +310,10 @@ async def test_of_two_kinds_with_as_many_decode_workers_the_one_with_prefill_wor
     bench.prefill.is_leaving = True
     bench.tell(bench.prefill)
     assert bench.pool.of_another_kind == ["stray"], "as many prefill workers, too: as before"
-    bench.tell(bench.add("third", pb.Role.ROLE_DECODE, 2048), compat_digest="b")
-    assert bench.pool.of_another_kind == ["d", "p"], "decode workers count before prefill workers"
+    bench.tell(bench.add("q", pb.Role.ROLE_PREFILL, 2048), compat_digest="b")
+    assert bench.pool.of_another_kind == ["d", "p"], "one that leaves does not count"
+    bench.tell(bench.add("third", pb.Role.ROLE_DECODE, 2048), compat_digest="a")
+    assert bench.pool.of_another_kind == ["q", "stray"], "decode workers count before prefill workers"
 
 
 async def test_workers_that_would_leave_out_a_grammar_do_not_get_it() -> None:

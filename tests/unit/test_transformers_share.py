@@ -35,6 +35,7 @@ from engine.models.split import FAMILIES, OUTPUTS, Split
 from engine.models.stored_weights import AS_STORED
 from engine.models.transformers_config import TransformersConfig
 from engine.models.transformers_experts import FourBitExperts
+from engine.quantization_choice import quantizes
 from engine.running.worker import Worker
 from engine.sampling_params import SamplingParams
 from engine.scheduling.sequence import ScheduledSequence, SchedulerOutput, Sequence
@@ -170,6 +171,14 @@ def test_weights_are_quantised_in_parts(name: str, tmp_path: Path) -> None:
         found.append(ranks.logits((ranks.sequence(tokens, 0), 30)).float())
     exact, ours = found
     assert 0.001 * exact.norm() < (ours - exact).norm() < 0.06 * exact.norm()
+
+
+def test_a_part_that_does_not_fit_stays_plain() -> None:
+    """But what is small in the whole model stays plain, whatever the number of ranks."""
+    assert quantizes("int4", (256, 192), (256, 96))
+    assert not quantizes("int4", (256, 96), (256, 48))
+    assert quantizes("int4", (128, 64), (16, 64))
+    assert not quantizes("int4", (127, 64), (127, 64))
 
 
 @pytest.mark.parametrize("name", ["olmo2", "qwen3-moe"])
