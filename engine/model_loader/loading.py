@@ -83,6 +83,7 @@ def _load_transformers_model(
     config: EngineConfig, shape: ModelShape, backend: PagedBackend[Any], parts: Parts, group: RankGroup | None
 ) -> TransformersModel:
     from engine.model_loader.transformers_weights import load_causal_lm
+    from engine.models.recurrent_layers import siblings_in
     from engine.models.replaced_experts import replace_experts
     from engine.models.replaced_norms import replace_norms
     from engine.models.transformers_model import TransformersModel
@@ -106,6 +107,7 @@ def _load_transformers_model(
         lm_head=lm_head,
         adapters=parts.adapters,
         adaptable=frozenset(shape.adaptable),
+        siblings=(*shape.siblings, *(names for layer in shape.recurrent_layers for names in siblings_in(layer))),
         share=share,
     )
     replace_experts(causal_lm, parts, config.model.quantization, kept.experts, config.device.device)

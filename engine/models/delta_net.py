@@ -20,6 +20,9 @@ from engine.models.recurrent_ops import Convolution, RecurrentOps
 from engine.models.recurrent_shape import DeltaLayer
 from engine.models.recurrent_states import RecurrentStates
 
+SIBLINGS = (("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("in_proj_qkvz", "in_proj_ba"))
+"""Products of the same input: as in Qwen 3.5, and as in Qwen3-Next."""
+
 
 class _Projected(NamedTuple):
     """What a layer's products make of its input."""

@@ -51,6 +51,8 @@ class TransformersConfig(ModelShape):
     adaptable: tuple[str, ...]
     """Names of the products that adapters may change: each multiplies the tokens of a step, all of them in their order.
     """
+    siblings: tuple[tuple[str, ...], ...]
+    """Names of products that are given the very same input, one after the other."""
     splits: tuple[Split, ...]
     """How several ranks share the model; empty: they cannot."""
     body: str
@@ -112,6 +114,7 @@ class TransformersConfig(ModelShape):
             num_fixed_expert_tensors=step.num_fixed_expert_tensors,
             products=step.products,
             adaptable=step.adaptable,
+            siblings=step.siblings,
             splits=step.splits,
             body=step.body,
             why_no_more_positions=why_no_more,

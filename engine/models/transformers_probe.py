@@ -28,16 +28,16 @@ import transformers
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from engine.models.expert_parts import intermediate_size_of
 from engine.models.head_shape import HeadShape, pool_shape, why_not_together
+from engine.models.product_probe import WatchedProducts, splits_of
 from engine.models.recurrent_probe import CannotServeError, take_recurrent_layers, why_not_its_states
 from engine.models.recurrent_shape import RecurrentLayer
 from engine.models.replaced_experts import sizes_of_experts
 from engine.models.scores import AttentionModule, Scores
-from engine.models.split import EXPERTS, FAMILIES, GATHERED, INPUTS, STYLES, Split
+from engine.models.split import Split
 from engine.models.stored_weights import QUANTIZATIONS
 from engine.models.transformers_head import Head
-from engine.models.transformers_products import is_product, size_of, sizes_of_products
+from engine.models.transformers_products import sizes_of_products
 
 WATCHED = "tandem_watched"
 """The name of the recording attention in transformers."""
@@ -51,19 +51,6 @@ SINKS = "s_aux"
 """transformers' name of attention sinks: scores without values, one per query head."""
 KEEPING_NOTHING = frozenset({"mlp", "moe"})
 """transformers' kinds of layers that only feed forward, which Nemotron-H has."""
-WHOLE_STYLES = frozenset({"replicate", "replicated_with_grad_allreduce"})
-"""transformers' styles of what every device has as a whole."""
-OWN_PLANS = {
-    "gpt_oss": {
-        "layers.*.self_attn.q_proj": "colwise",
-        "layers.*.self_attn.k_proj": "colwise",
-        "layers.*.self_attn.v_proj": "colwise",
-        "layers.*.self_attn.o_proj": "rowwise",
-        "layers.*.mlp.experts": "moe_tp_experts",
-    }
-}
-"""Plans for several devices, in transformers' words, of models for which transformers has none."""
-KEYS_AND_VALUES = ("k_proj", "v_proj")
 STATELESS_KINDS = KEEPING_NOTHING | {"full_attention"}
 HARMLESS = frozenset({
     "scaling", "softcap", "sliding_window", "dropout", "position_ids", "use_cache", "output_attentions", "is_causal",
@@ -89,8 +76,9 @@ class Step:
     num_fixed_expert_tensors: int
     products: tuple[tuple[int, int], ...]
     adaptable: tuple[str, ...]
+    siblings: tuple[tuple[str, ...], ...]
     splits: tuple[Split, ...]
-    """For both see `TransformersConfig`."""
+    """For these see `TransformersConfig`."""
     body: str
 
 
@@ -122,6 +110,8 @@ def causal_lm_config(hf_config: dict[str, Any]) -> Any:
     return config
 
 
+@torch.inference_mode(mode=False)  # in which tensors do not say whether they were changed
+@torch.no_grad()
 def watch_a_step(config: Any, max_positions: int) -> Step:
     """Run a step without weights and record it. Raises `ValueError` that says what cannot be served."""
     name = type(config).__name__.removesuffix("Config")
@@ -131,7 +121,7 @@ def watch_a_step(config: Any, max_positions: int) -> Step:
         model = model_without_weights(config)
         body = _body_of(model)
         whole_body = model.get_submodule(body)
-        inputs_of = _watch_products(whole_body, body)
+        watched = WatchedProducts(whole_body, body)
         recurrent_layers = take_recurrent_layers(model)
         num_expert_tensors, num_fixed = _num_expert_tensors(model)
         products = sizes_of_products(model)
@@ -171,75 +161,13 @@ def watch_a_step(config: Any, max_positions: int) -> Step:
         num_expert_tensors=num_expert_tensors,
         num_fixed_expert_tensors=num_fixed,
         products=products,
-        adaptable=_adaptable(inputs_of, recurrent_layers),
-        splits=() if recurrent_layers else _splits(config, whole_body, body, calls),
+        adaptable=watched.adaptable(recurrent_layers, NUM_TOKENS),
+        siblings=watched.siblings(),
+        splits=()
+        if recurrent_layers
+        else splits_of(config, whole_body, body, {call.name: call.heads for call in calls}),
         body=body,
     )
-
-
-def _watch_products(body: nn.Module, name_of_body: str) -> dict[str, list[torch.Size]]:
-    """By the name of each product: the shapes of its inputs, which will be recorded."""
-    inputs_of: dict[str, list[torch.Size]] = {}
-
-    def watch(name: str, product: nn.Module) -> None:
-        shapes = inputs_of[name] = []
-
-        def note(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            shapes.append((args[0] if args else kwargs["input"]).shape)
-
-        product.register_forward_pre_hook(note, with_kwargs=True)
-
-    for name, module in body.named_modules():
-        if is_product(module):
-            watch(f"{name_of_body}.{name}", module)
-    return inputs_of
-
-
-def _adaptable(inputs_of: dict[str, list[torch.Size]], recurrent_layers: tuple[RecurrentLayer, ...]) -> tuple[str, ...]:
-    """The products whose inputs were the step's tokens, and those of layers that our modules compute, which see all
-    tokens, too."""
-    ours = tuple(f"{layer.name}." for layer in recurrent_layers)
-    return tuple(
-        name
-        for name, shapes in inputs_of.items()
-        if name.startswith(ours) or (shapes and all(shape[:-1].numel() == NUM_TOKENS for shape in shapes))
-    )
-
-
-def _splits(config: Any, body: nn.Module, name_of_body: str, calls: list[_Call]) -> tuple[Split, ...]:
-    """See `TransformersConfig.splits`."""
-    if config.model_type not in FAMILIES:
-        return ()
-    plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or OWN_PLANS.get(config.model_type, {})
-    heads_of = {call.name: call.heads for call in calls}
-    splits: list[Split] = []
-    for name, module in body.named_modules():
-        style = plan.get(".".join("*" if part.isdigit() else part for part in name.split(".")))
-        if style is None or style in WHOLE_STYLES:
-            continue
-        if style not in STYLES:
-            return ()
-        split = _split_of(f"{name_of_body}.{name}", module, STYLES[style], heads_of)
-        if split is None:
-            return ()
-        splits.append(split)
-    return tuple(splits)
-
-
-def _split_of(name: str, module: nn.Module, how: str, heads_of: dict[str, HeadShape]) -> Split | None:
-    """None: we cannot split it so."""
-    if how == EXPERTS:
-        intermediate_size = intermediate_size_of(module)
-        return None if intermediate_size is None else Split(name, how, intermediate_size)
-    if not is_product(module):
-        return None
-    heads = heads_of.get(name.rpartition(".")[0])
-    if heads is None or how == GATHERED:
-        outputs, inputs = size_of(module)
-        return Split(name, how, inputs if how == INPUTS else outputs)
-    if name.endswith(KEYS_AND_VALUES):
-        return Split(name, how, heads.num_kv_heads, is_shared=True)
-    return Split(name, how, heads.num_heads)
 
 
 @dataclass(frozen=True, slots=True)

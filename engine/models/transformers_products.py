@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from engine.models.gated_modules import DOWN, GATE, UP, activation_of
 from engine.models.parts import Parts
 from engine.models.share import AnyWeight, Share
 from engine.narrow_weight import NarrowWeight
+from engine.weight import stacked
 
 if TYPE_CHECKING:
     from engine.lora.adapters import Adapters
@@ -47,8 +48,41 @@ class _GatedProducts(nn.Module):
         return y
 
 
+class _Joint:
+    """Products of one input, computed as one when the first of them is called with it."""
+
+    def __init__(self, linear: Linear, sizes: list[int]) -> None:
+        self._linear, self._sizes = linear, sizes
+        self._x: torch.Tensor | None = None
+        self._outputs: tuple[torch.Tensor, ...] = ()
+
+    def outputs(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        """Of product `number`: [..., in] -> [T, its outputs]."""
+        if self._x is not x:
+            y = self._linear(x.reshape(-1, x.shape[-1]).contiguous())
+            self._x, self._outputs = x, torch.split(y, self._sizes, dim=-1)
+        outputs = self._outputs[number]
+        if number == len(self._sizes) - 1:
+            self._x, self._outputs = None, ()
+        return outputs
+
+
+class _Sibling(nn.Module):
+    """One of the products of a `_Joint`."""
+
+    def __init__(self, joint: _Joint, number: int) -> None:
+        super().__init__()
+        self._joint, self._number = joint, number
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self._joint.outputs(x, self._number)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+
 Size = tuple[int, int]
 """(outputs, inputs)"""
+GRAIN = 16
+"""Kernels compute this many outputs together, to which only one product's adapters may add."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +98,8 @@ class OurProducts:
     adapters: Adapters | None = None
     adaptable: frozenset[str] = frozenset()
     """Names of the products that adapters may change."""
+    siblings: tuple[tuple[str, ...], ...] = ()
+    """Names of products that are given the very same input, one after the other."""
     share: Share | None = None
     """None: one rank has the whole model."""
 
@@ -76,6 +112,7 @@ def replace_products(causal_lm: Any, ours: OurProducts, stored: dict[str, Narrow
     `stored`: weights in 8 or 4 bits, by the names of the modules whose weights they are; they are taken from it."""
     head, dtype = causal_lm.get_output_embeddings(), causal_lm.get_input_embeddings().weight.dtype
     _replace_gates(causal_lm, ours, stored, device)
+    _join_siblings(causal_lm, ours, stored, device)
     # Only names: a list of modules would keep all replaced weights until the end.
     for path in [path for path, _ in causal_lm.named_modules()]:
         parent = causal_lm.get_submodule(path)
@@ -108,7 +145,9 @@ def _replace_gates(causal_lm: Any, ours: OurProducts, stored: dict[str, NarrowWe
             continue
         gate, up = (_Layer.of(f"{path}.{name}", getattr(module, name), ours, stored) for name in (GATE, UP))
         parts = gate.parts(ours)
-        if parts.gated_linear is GatedLinear or gate.is_odd or not gate.can_join(up, ours):
+        if parts.gated_linear is GatedLinear or gate.is_odd or gate.own_size != up.own_size:
+            continue
+        if not gate.can_join(up, ours):
             continue
         for layer in (gate, up):
             stored.pop(layer.name, None)
@@ -121,6 +160,45 @@ def _replace_gates(causal_lm: Any, ours: OurProducts, stored: dict[str, NarrowWe
             outputs, inputs = gate.own_size
             gated = ours.adapters.adapt_gated(make, parts.linear, {gate.name: outputs, up.name: outputs}, inputs)
         causal_lm.set_submodule(path, _GatedProducts(gated, getattr(module, DOWN)))
+
+
+def _join_siblings(causal_lm: Any, ours: OurProducts, stored: dict[str, NarrowWeight], device: str) -> None:
+    """Replace products of one input by one product, unless that would be plain torch."""
+    dtype, modules = causal_lm.get_input_embeddings().weight.dtype, dict(causal_lm.named_modules())
+    for names in ours.siblings:
+        there = {name: modules.pop(name) for name in names if name in modules}
+        layers = [
+            _Layer.of(name, module, ours, stored)
+            for name, module in there.items()
+            if is_product(module) and module.weight.dtype == dtype
+        ]
+        for alike in _alike(layers, ours):
+            parts = alike[0].parts(ours)
+            if len(alike) == 1 or parts.linear is Linear or alike[0].is_odd:
+                continue
+            for layer in alike:
+                stored.pop(layer.name, None)
+            joint = _Joint(_stacked(alike, parts, ours, device), [layer.own_size[0] for layer in alike])
+            for number, layer in enumerate(alike):
+                causal_lm.set_submodule(layer.name, _Sibling(joint, number))
+
+
+def _alike(layers: list[_Layer], ours: OurProducts) -> Iterator[list[_Layer]]:
+    """Layers of one input that may be one product."""
+    while layers:
+        first, *others = layers
+        yield [first, *(layer for layer in others if first.can_join(layer, ours))]
+        layers = [layer for layer in others if not first.can_join(layer, ours)]
+
+
+def _stacked(layers: list[_Layer], parts: Parts, ours: OurProducts, device: str) -> Linear:
+    weights: list[Any] = [layer.weight.to(device) for layer in layers]
+    biases = [layer.bias.to(device) for layer in layers if layer.bias is not None]
+    linear = parts.linear(stacked(weights), *((torch.cat(biases),) if biases else ()))
+    if ours.adapters is None or layers[0].name not in ours.adaptable:
+        return linear
+    outputs = {layer.name: layer.own_size[0] for layer in layers}
+    return ours.adapters.adapt(linear, outputs, layers[0].own_size[1])
 
 
 def _head(module: Any, ours: OurProducts, device: str) -> Linear | None:
@@ -161,6 +239,8 @@ class _Layer:
     weight: AnyWeight
     bias: torch.Tensor | None
     is_cut: bool
+    is_gathered: bool
+    """What follows needs the outputs of all ranks."""
 
     @staticmethod
     def of(name: str, module: Any, ours: OurProducts, stored: dict[str, NarrowWeight]) -> _Layer:
@@ -171,7 +251,9 @@ class _Layer:
         if share is not None:
             own_size = share.own_size(name, size)
             weight, bias = share.weight(name, weight, size), share.bias(name, bias)
-        return _Layer(name, size, own_size, weight, bias, is_cut=share is not None and share.is_cut(name))
+        is_cut = share is not None and share.is_cut(name)
+        is_gathered = share is not None and share.is_gathered(name)
+        return _Layer(name, size, own_size, weight, bias, is_cut=is_cut, is_gathered=is_gathered)
 
     @property
     def is_odd(self) -> bool:
@@ -179,23 +261,25 @@ class _Layer:
         return self.own_size[1] % 2 == 1
 
     @property
-    def is_narrow(self) -> bool:
-        return not isinstance(self.weight, torch.Tensor)
+    def form(self) -> tuple[object, ...]:
+        """Of a weight in 8 or 4 bits; empty for others."""
+        return self.weight.form if isinstance(self.weight, NarrowWeight) else ()
 
     def can_join(self, other: _Layer, ours: OurProducts) -> bool:
-        """Whether both may be computed as one product."""
-        is_gathered = ours.share is not None and (
-            ours.share.is_gathered(self.name) or ours.share.is_gathered(other.name)
-        )
+        """Whether both, of the same input, may be computed as one product."""
+        adaptable = [ours.adapters is not None and layer.name in ours.adaptable for layer in (self, other)]
+        if any(adaptable) and (not all(adaptable) or (self.own_size[0] % GRAIN or other.own_size[0] % GRAIN)):
+            return False
         return (
-            not is_gathered
-            and (self.size, self.own_size) == (other.size, other.own_size)
-            and self.is_narrow == other.is_narrow
+            not (self.is_gathered or other.is_gathered)
+            and self.size[1] == self.own_size[1] == other.own_size[1]
+            and self.form == other.form
+            and self.parts(ours) is other.parts(ours)
             and (self.bias is None) == (other.bias is None)
         )
 
     def parts(self, ours: OurProducts) -> Parts:
-        return ours.narrow if self.is_narrow else ours.parts_of(self.size, self.own_size)
+        return ours.narrow if self.form else ours.parts_of(self.size, self.own_size)
 
 
 def _weight_of(product: Any) -> torch.Tensor:
