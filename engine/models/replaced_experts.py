@@ -105,7 +105,8 @@ def sizes_of_experts(module: Any) -> ExpertSizes | None:
 def replace_experts(
     causal_lm: Any, parts: Parts, quantization: str, stored: dict[str, list[ExpertWeight]], device: str
 ) -> None:
-    """Replace experts, one layer after the other. Plain ones stay, unless the parts take them one by one.
+    """Replace experts, one layer after the other. Plain ones stay, unless the parts take them one by one. Raises
+    `ValueError` if they cannot be quantised.
 
     `stored`: the experts' weights in 8 or 4 bits, by the names of their modules; they are taken from it."""
     # Only names: a list of modules would keep all replaced weights until the end.
@@ -117,7 +118,8 @@ def replace_experts(
         in_files = stored.pop(path, None)
         if in_files is not None:
             weights = (_on_device(expert, device) for expert in in_files)
-        elif quantization in QUANTISERS and _fits(sizes, quantization):
+        elif quantization in QUANTISERS:
+            _check_fits(sizes, quantization)
             weights = _quantised(module, quantization, device)
         elif parts.each_expert is not None:
             weights = _plain(module, device)
@@ -146,9 +148,14 @@ def _on_device(expert: ExpertWeight, device: str) -> ExpertWeight:
     return gate, up, down
 
 
-def _fits(sizes: ExpertSizes, quantization: str) -> bool:
+def _check_fits(sizes: ExpertSizes, quantization: str) -> None:
+    """Raise `ValueError` if experts cannot be quantised: they are most of the weights."""
     inputs = sizes.hidden_size, sizes.intermediate_size
-    return quantization != "int4" or all(size % INT4_GRAIN == 0 for size in inputs)
+    if quantization == "int4" and any(size % INT4_GRAIN for size in inputs):
+        raise ValueError(
+            f"quantization int4 cannot work here: inputs of experts' products must be multiples of {INT4_GRAIN}, are "
+            f"{inputs} (a rank's part); give int8 or none"
+        )
 
 
 def _plain(module: Any, device: str) -> Iterator[ExpertWeight]:

@@ -1,4 +1,12 @@
-"""Our products in place of transformers' linear layers: faster ones, or with weights in 8 or 4 bits."""
+"""Our products in place of transformers' linear layers: faster ones, or with weights in 8 or 4 bits.
+
+    gate, up                    ──> one product, with its activation (gated_modules.py says which modules have such)
+    others of the same input    ──> one product
+    the rest, one by one        ──> a product each, or transformers' layer stays
+
+each of this rank's part of the weights, as they are stored, and with what adapters add. product_modules.py has the
+modules that stand in transformers' code then.
+"""
 
 from __future__ import annotations
 
@@ -14,69 +22,13 @@ from transformers.pytorch_utils import Conv1D
 from engine.layers import GatedLinear, Linear, MakeLinear
 from engine.models.gated_modules import DOWN, GATE, UP, activation_of
 from engine.models.parts import Parts
+from engine.models.product_modules import GatedProducts, JointProduct, Product, Sibling
 from engine.models.share import AnyWeight, Share
 from engine.narrow_weight import NarrowWeight
 from engine.weight import stacked
 
 if TYPE_CHECKING:
     from engine.lora.adapters import Adapters
-
-
-class _Product(nn.Module):
-    """One of our parts in place of torch's linear layer."""
-
-    def __init__(self, linear: Linear) -> None:
-        super().__init__()
-        self._linear = linear
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self._linear(x.reshape(-1, x.shape[-1]).contiguous())
-        return y.view(*x.shape[:-1], y.shape[-1])
-
-
-class _GatedProducts(nn.Module):
-    """In place of a module of gate, up and down; has its `down`."""
-
-    def __init__(self, gated: GatedLinear, down: nn.Module) -> None:
-        super().__init__()
-        self.down_proj = down
-        self._gated = gated
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self._gated(x.reshape(-1, x.shape[-1]).contiguous())
-        y: torch.Tensor = self.down_proj(h.view(*x.shape[:-1], h.shape[-1]))
-        return y
-
-
-class _Joint:
-    """Products of one input, computed as one when the first of them is called with it."""
-
-    def __init__(self, linear: Linear, sizes: list[int]) -> None:
-        self._linear, self._sizes = linear, sizes
-        self._x: torch.Tensor | None = None
-        self._outputs: tuple[torch.Tensor, ...] = ()
-
-    def outputs(self, x: torch.Tensor, number: int) -> torch.Tensor:
-        """Of product `number`: [..., in] -> [T, its outputs]."""
-        if self._x is not x:
-            y = self._linear(x.reshape(-1, x.shape[-1]).contiguous())
-            self._x, self._outputs = x, torch.split(y, self._sizes, dim=-1)
-        outputs = self._outputs[number]
-        if number == len(self._sizes) - 1:
-            self._x, self._outputs = None, ()
-        return outputs
-
-
-class _Sibling(nn.Module):
-    """One of the products of a `_Joint`."""
-
-    def __init__(self, joint: _Joint, number: int) -> None:
-        super().__init__()
-        self._joint, self._number = joint, number
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self._joint.outputs(x, self._number)
-        return y.view(*x.shape[:-1], y.shape[-1])
 
 
 Size = tuple[int, int]
@@ -128,7 +80,7 @@ def replace_products(causal_lm: Any, ours: OurProducts, stored: dict[str, Narrow
             is_head = module is head
             linear = _head(module, ours, device) if is_head else _linear(full_name, module, ours, stored, device)
             if linear is not None:
-                setattr(parent, name, _Product(linear))
+                setattr(parent, name, Product(linear))
     assert not stored
     if ours.adapters is not None:
         ours.adapters.check_all_taken()
@@ -159,7 +111,7 @@ def _replace_gates(causal_lm: Any, ours: OurProducts, stored: dict[str, NarrowWe
         else:
             outputs, inputs = gate.own_size
             gated = ours.adapters.adapt_gated(make, parts.linear, {gate.name: outputs, up.name: outputs}, inputs)
-        causal_lm.set_submodule(path, _GatedProducts(gated, getattr(module, DOWN)))
+        causal_lm.set_submodule(path, GatedProducts(gated, getattr(module, DOWN)))
 
 
 def _join_siblings(causal_lm: Any, ours: OurProducts, stored: dict[str, NarrowWeight], device: str) -> None:
@@ -178,9 +130,9 @@ def _join_siblings(causal_lm: Any, ours: OurProducts, stored: dict[str, NarrowWe
                 continue
             for layer in alike:
                 stored.pop(layer.name, None)
-            joint = _Joint(_stacked(alike, parts, ours, device), [layer.own_size[0] for layer in alike])
+            joint = JointProduct(_stacked(alike, parts, ours, device), [layer.own_size[0] for layer in alike])
             for number, layer in enumerate(alike):
-                causal_lm.set_submodule(layer.name, _Sibling(joint, number))
+                causal_lm.set_submodule(layer.name, Sibling(joint, number))
 
 
 def _alike(layers: list[_Layer], ours: OurProducts) -> Iterator[list[_Layer]]:

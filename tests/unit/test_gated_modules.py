@@ -13,7 +13,7 @@ from test_transformers_models import CONFIGS
 from torch import nn
 
 from engine.models.gated_modules import activation_of
-from engine.models.transformers_products import _GatedProducts
+from engine.models.product_modules import GatedProducts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -112,7 +112,7 @@ def test_with_the_cpu_kernels(name: str, quantization: str, tmp_path: Path, monk
         found = bench.logits((bench.sequence(random_tokens(30, seed=5)), 30))
         assert found is not None
         modules = bench.runner._model._body.modules()  # type: ignore[attr-defined]
-        return found.float(), sum(isinstance(module, _GatedProducts) for module in modules)
+        return found.float(), sum(isinstance(module, GatedProducts) for module in modules)
 
     exact, num_plain = logits(model_impl="transformers", num_kv_blocks=64)
     joined, num_joined = logits(**settings)

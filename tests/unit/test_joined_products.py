@@ -17,10 +17,11 @@ from transformers_cases import QWEN3_5
 from engine.layers import Linear
 from engine.models import load_model_shape
 from engine.models.parts import PLAIN_PARTS
+from engine.models.product_modules import Sibling
 from engine.models.product_probe import WatchedProducts
 from engine.models.recurrent_layers import siblings_in
 from engine.models.transformers_config import TransformersConfig
-from engine.models.transformers_products import OurProducts, _Sibling, replace_products
+from engine.models.transformers_products import OurProducts, replace_products
 from engine.weight import as_int4
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -128,7 +129,7 @@ def test_only_products_of_one_unchanged_input_are_siblings(
 def joined(ours: OurProducts, layers: Layers, stored: dict[str, Any] | None = None) -> list[str]:
     """Replace the products; returns the names of those that are part of a joint one."""
     replace_products(layers, ours, stored or {}, "cpu")
-    return [name for name, module in layers.named_modules() if isinstance(module, _Sibling)]
+    return [name for name, module in layers.named_modules() if isinstance(module, Sibling)]
 
 
 @torch.inference_mode()
@@ -178,5 +179,5 @@ def test_a_model_computes_the_same(name: str) -> None:
         replace_products(model, OurProducts(lambda *_: PARTS, PARTS, Linear, siblings=shape.siblings), {}, "cpu")
         found = model(tokens).logits
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    num_joined = sum(isinstance(module, _Sibling) for module in model.modules())
+    num_joined = sum(isinstance(module, Sibling) for module in model.modules())
     assert (num_joined > 0) == (name != "gpt2")

@@ -208,6 +208,12 @@ def test_models_of_which_nothing_would_be_quantised_are_refused(tmp_path: Path) 
         engine_config(tmp_path, quantization="int8")
 
 
+def test_experts_that_int4_does_not_fit_are_refused(tmp_path: Path) -> None:
+    save_model(transformers.Qwen3MoeConfig(**WIDE, **EXPERTS | {"moe_intermediate_size": 24}), tmp_path)
+    with pytest.raises(ValueError, match=r"int4 cannot work here: .* must be multiples of 32, are \(96, 24\)"):
+        Bench(engine_config(tmp_path, quantization="int4", model_impl="transformers"))
+
+
 def test_experts_that_only_transformers_code_computes_are_refused() -> None:
     """Theirs have biases and a gate of their own."""
     shape = load_model_shape(GPT_OSS, "transformers")
