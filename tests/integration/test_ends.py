@@ -330,13 +330,13 @@ def test_a_deadline_that_passes(cluster: RunningCluster, stub: InferenceStub) ->
 
 
 def test_more_than_the_pool_holds_waits_and_is_served(cluster: RunningCluster) -> None:
-    """Four requests of 57 to 66 blocks on a pool of 200: some wait in the router. A waiting request can be
+    """Four requests of 57 to 82 blocks on a pool of 200: some wait in the router, for seconds. A waiting request can be
     cancelled."""
     answers: list[int] = []
 
     def ask(start: int) -> None:
         with Client(cluster.address) as client:
-            answer = client.generate([start, *LONG[1:]], max_tokens=150, temperature=0, ignore_eos=True)
+            answer = client.generate([start, *LONG[1:]], max_tokens=400, temperature=0, ignore_eos=True)
         answers.append(len(answer.token_ids))
 
     threads = [threading.Thread(target=ask, args=(start,)) for start in range(200, 204)]
@@ -349,7 +349,7 @@ def test_more_than_the_pool_holds_waits_and_is_served(cluster: RunningCluster) -
         waiting.cancel()
     for thread in threads:
         thread.join()
-    assert answers == [150] * 4
+    assert answers == [400] * 4
     cluster.wait_until_at_rest()
 
 
