@@ -44,7 +44,8 @@ def activation_of(module: nn.Module) -> Activation | None:
 
 def activation_in(function: Any) -> Activation | None:
     """Which of our parts' activations a function of transformers' is. None: another one."""
-    if not callable(function):
+    has_weights = isinstance(function, nn.Module) and len(list(function.parameters())) > 0
+    if not callable(function) or has_weights:  # weights may be on torch's meta device
         return None
     x = torch.linspace(-12.0, 12.0, 241, device="cpu")
     for activation, of in ACTIVATIONS.items():

@@ -12,7 +12,7 @@ from model_bench import Bench, engine_config, random_tokens, save_model
 from test_transformers_models import CONFIGS
 from torch import nn
 
-from engine.models.gated_modules import activation_of
+from engine.models.gated_modules import activation_in, activation_of
 from engine.models.product_modules import GatedProducts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -92,6 +92,22 @@ class OfASize(FeedForward):
 )
 def test_only_what_computes_the_same_is_joined(module: nn.Module, expected: str | None) -> None:
     assert activation_of(module) == expected
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (nn.SiLU(), "silu"),
+        (torch.nn.functional.silu, "silu"),
+        (nn.GELU(approximate="tanh"), "gelu_tanh"),
+        (nn.GELU(), None),
+        (nn.PReLU(device="meta"), None),
+        (None, None),
+    ],
+    ids=["silu", "a function", "gelu by tanh", "gelu", "with weights", "none"],
+)
+def test_activations_of_experts(function: object, expected: str | None) -> None:
+    assert activation_in(function) == expected
 
 
 @pytest.mark.parametrize("name", ["gemma3", "glm4-moe", "gemma4"])
