@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -301,3 +302,10 @@ def shape_of(config: Any) -> TransformersConfig:
     shape = load_model_shape(json.loads(config.to_json_string()), "transformers")
     assert isinstance(shape, TransformersConfig)
     return shape
+
+
+def test_the_families_are_listed_in_the_documents() -> None:
+    """An error points there."""
+    text = (Path(__file__).parents[2] / "docs" / "tensor-parallel.md").read_text()
+    listed = text.partition("By `model_type`:\n\n")[2].partition("\n\n")[0]
+    assert re.findall(r"`(\w+)`", listed) == sorted(FAMILIES)
