@@ -56,8 +56,8 @@ MakeLinear = Callable[..., Linear]
 SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
 """Sums a tensor over all ranks, on all of them. The argument may be overwritten."""
 CosSin = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and signed sines of the positions of a step's T tokens, from `RotaryEmbedding.select`: [T, 1, H] each, where
-H is the rotated size of a head."""
+"""Cosines and signed sines of the positions of a step's T tokens: [T, 1, R] each. The first R numbers of a head, which
+are an even number, are rotated."""
 _packed_linear = torch.ops.mkldnn._linear_pointwise
 
 
@@ -164,27 +164,18 @@ class RotaryEmbedding:
         sin[:, : head_dim // 2].neg_()
         self._cos = (angles.cos() * config.attention_factor).to(device=device, dtype=dtype)
         self._sin = (sin * config.attention_factor).to(device=device, dtype=dtype)
-        self._half = head_dim // 2
 
     def select(self, positions: torch.Tensor) -> CosSin:
         return self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
 
-    def rotate(self, x_TNH: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
-        cos, sin = cos_sin
-        return (x_TNH * cos).add_(x_TNH.roll(self._half, -1).mul_(sin))
 
-
-class Unrotated:
-    """Replaces `RotaryEmbedding` if queries and keys are rotated already."""
-
-    def select(self, x_TNH: torch.Tensor) -> CosSin:
-        """Cosines 1 and sines 0, for kernels that always rotate."""
-        one = torch.ones_like(x_TNH[:, :1], memory_format=torch.contiguous_format)
-        return one, torch.zeros_like(one)
-
-    def rotate(self, x_TNH: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
-        del cos_sin
-        return x_TNH
+def rotated(x_TNH: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
+    """The heads, with their first R numbers rotated."""
+    cos, sin = cos_sin
+    R = cos.shape[-1]
+    turned, rest = x_TNH[..., :R], x_TNH[..., R:]
+    turned = (turned * cos).add_(turned.roll(R // 2, -1).mul_(sin))
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +185,6 @@ class HeadProjection:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rotary: RotaryEmbedding | Unrotated
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
 
@@ -205,7 +195,7 @@ class HeadProjection:
         qk, v_TKH = qkv[:, : N + K], qkv[:, N + K :]
         if self.q_norm is not None and self.k_norm is not None:
             qk = torch.cat((self.q_norm(qk[:, :N]), self.k_norm(qk[:, N:])), dim=1)
-        qk = self.rotary.rotate(qk, cos_sin)
+        qk = rotated(qk, cos_sin)
         return qk[:, :N], qk[:, N:], v_TKH
 
 
@@ -216,7 +206,6 @@ class LatentProjection:
     Shapes: C latent dim, P rotated key dim, R = C + P; Q dim of a head's query without positions, V dim of its value.
     """
 
-    rotary: RotaryEmbedding
     norm: RMSNorm
     """The latents' norm."""
     up_key: HeadProducts
@@ -238,12 +227,12 @@ class LatentProjection:
     def rotated(self, q_TX: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
         """[T, N, P]: the rotated part of the queries."""
         N, Q, _ = self.up_key.shape
-        return self.rotary.rotate(q_TX.view(len(q_TX), N, -1)[:, :, Q:], cos_sin)
+        return rotated(q_TX.view(len(q_TX), N, -1)[:, :, Q:], cos_sin)
 
     def latents(self, latent_TR: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
         """[T, R]: the normed latent and the rotated key."""
         C = self.up_key.shape[2]
-        key_T1P = self.rotary.rotate(latent_TR[:, C:].unsqueeze(1), cos_sin)
+        key_T1P = rotated(latent_TR[:, C:].unsqueeze(1), cos_sin)
         return torch.cat((self.norm(latent_TR[:, :C]), key_T1P.squeeze(1)), dim=-1)
 
     def absorb(self, q_TX: torch.Tensor, out_TNR: torch.Tensor) -> None:

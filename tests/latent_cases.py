@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from attention_cases import Case
 
-from engine.layers import HeadProducts, LatentProjection, RMSNorm, RotaryEmbedding
+from engine.layers import HeadProducts, LatentProjection, RMSNorm, RotaryEmbedding, rotated
 from engine.models.rope_config import RopeConfig
 
 
@@ -106,7 +106,7 @@ class HeadsCase(LatentCase):
         )
         self.q_TX, self.query_dim, self.value_dim = q, query_dim, value_dim
         rotary = RotaryEmbedding(RopeConfig(theta=100.0, rope_type="default"), rotated_dim, 1024, dtype, device)
-        self.heads = LatentProjection(rotary, RMSNorm(weight.abs(), 1e-6), HeadProducts(up_key), HeadProducts(up_value))
+        self.heads = LatentProjection(RMSNorm(weight.abs(), 1e-6), HeadProducts(up_key), HeadProducts(up_value))
         positions = [p for before, new in lens for p in range(before, before + new)]
         self.cos_sin = rotary.select(torch.tensor(positions, device=device))
         self.scale = (query_dim + rotated_dim) ** -0.5
@@ -116,9 +116,7 @@ class HeadsCase(LatentCase):
         holds the step's latents."""
         up_key, up_value = (each._weight_NKO.cpu().double() for each in (self.heads.up_key, self.heads.up_value))
         q_TNX = self.q_TX.cpu().double().view(len(self.q), self.num_heads, -1)
-        rotated_TNP = self.heads.rotary.rotate(
-            q_TNX[..., self.query_dim :], tuple(x.cpu().double() for x in self.cos_sin)
-        )
+        rotated_TNP = rotated(q_TNX[..., self.query_dim :], tuple(x.cpu().double() for x in self.cos_sin))
         rows: list[torch.Tensor] = []
         slots = kv.cpu().double().flatten(1, 3)
         for table, (before, new) in zip(self.layout.block_tables, self.lens, strict=True):

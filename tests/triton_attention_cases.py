@@ -60,7 +60,7 @@ def compile_latents(num_heads: int, dtype: torch.dtype, kv_dtype: torch.dtype) -
     rotary = RotaryEmbedding(RopeConfig(theta=10_000.0, rope_type="default"), 64, 8, dtype, "cpu")
     backend.project(
         torch.zeros(4, num_heads * 192, dtype=dtype), torch.zeros(4, 576, dtype=dtype), kv, plan,
-        LatentProjection(rotary, norm, HeadProducts(up_key), HeadProducts(up_key.mT)), rotary.select(torch.arange(4)),
+        LatentProjection(norm, HeadProducts(up_key), HeadProducts(up_key.mT)), rotary.select(torch.arange(4)),
     )  # fmt: skip
     backend.attend_absorbed(torch.zeros(4, num_heads, 576, dtype=dtype), kv, plan, 0.1)
 
@@ -89,10 +89,12 @@ def mixed_layout() -> StepLayout:
     )  # fmt: skip
 
 
-def compile_rotation(head_dim: int, dtype: torch.dtype, has_norms: bool, kv_dtype: torch.dtype) -> None:
+def compile_rotation(
+    head_dim: int, dtype: torch.dtype, has_norms: bool, kv_dtype: torch.dtype, num_rotated: int | None = None
+) -> None:
     kv = torch.zeros(1, 2, NUM_KV_HEADS, BLOCK_SIZE, head_dim, dtype=kv_dtype)
     qkv, one = torch.zeros(2, (NUM_HEADS + 2 * NUM_KV_HEADS) * head_dim, dtype=dtype), torch.ones(head_dim, dtype=dtype)
-    cos_sin = (torch.ones(2, 1, head_dim, dtype=dtype),) * 2
+    cos_sin = (torch.ones(2, 1, head_dim if num_rotated is None else num_rotated, dtype=dtype),) * 2
     slots = torch.zeros(2, dtype=torch.int64)
     rotate_and_store(qkv, cos_sin, (one, one) if has_norms else None, 1e-6, kv, slots, num_heads=NUM_HEADS)
 
@@ -145,6 +147,8 @@ def attention_cases() -> dict[str, Callable[[], None]]:
         cases[f"{name_of(dtype)}, unfolded"] = partial(compile_unfolded, dtype)
     cases["bfloat16, unfolded, of other sizes"] = partial(compile_unfolded, torch.bfloat16, 96, 32, 80, 384)
     cases["plain"] = partial(compile_rotation, 128, torch.bfloat16, False, torch.bfloat16)
+    cases["of a part of a head"] = partial(compile_rotation, 256, torch.bfloat16, False, torch.bfloat16, 64)
+    cases["of none"] = partial(compile_rotation, 128, torch.bfloat16, False, torch.bfloat16, 0)
     cases["normed"] = partial(compile_rotation, 128, torch.bfloat16, True, torch.bfloat16)
     cases["8-bit pool"] = partial(compile_rotation, 128, torch.bfloat16, True, torch.float8_e4m3fn)
     return cases

@@ -122,7 +122,7 @@ def unfolded_row(setting: Setting, dtype: torch.dtype, sizes: LatentSizes, num_h
     rotary = RotaryEmbedding(RopeConfig(theta=1e4, rope_type="default"), P, length, dtype, setting.device)
     norm = RMSNorm(torch.ones(sizes.kv_lora_rank, device=setting.device, dtype=dtype), 1e-6)
     up_key, up_value = (randn(num_heads, size, sizes.kv_lora_rank) for size in (Q, sizes.value_dim))
-    heads = LatentProjection(rotary, norm, HeadProducts(up_key), HeadProducts(up_value.mT.contiguous()))
+    heads = LatentProjection(norm, HeadProducts(up_key), HeadProducts(up_value.mT.contiguous()))
     q, latents = randn(num_tokens, num_heads * (Q + P)), randn(num_tokens, sizes.latent_dim)
     cos_sin = rotary.select(torch.arange(length, device=setting.device).repeat(num_prompts))
     seconds = timed([lambda: backend.attend(q, latents, kv, plan, heads, cos_sin, (Q + P) ** -0.5)], setting)

@@ -22,8 +22,8 @@ from engine.model_loader.mxfp4 import check_all, widen_all
 from engine.model_loader.narrow_products import Kept, made_up, split_checkpoint
 from engine.model_loader.weights import SafetensorsWeights, Weights, open_checkpoint
 from engine.models.stored_weights import AS_STORED, is_mxfp4
+from engine.models.transformers_attention import PAGED
 from engine.models.transformers_experts import FourBitExperts, WithFourBitExperts, with_four_bit_experts
-from engine.models.transformers_model import PAGED
 from engine.models.transformers_probe import MAKING, causal_lm_config, model_without_weights
 
 

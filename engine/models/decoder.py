@@ -41,7 +41,7 @@ class Decoder:
         self._rotary = RotaryEmbedding(config.rope, config.rotary_dim, max_model_len, weights.dtype, weights.device)
         self.embedding_VD = weights.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         factory = PartsFactory(weights, parts, config.rms_norm_eps)
-        layers = [_make_layer(config, i, factory, backend, self._rotary) for i in range(config.num_layers)]
+        layers = [_make_layer(config, i, factory, backend) for i in range(config.num_layers)]
         experts = [each.feed_forward for each in layers if isinstance(each.feed_forward, ExpertsFeedForward)]
         self.reads_back = any(each.reads_back for each in experts)
         self._layers = parts.stack(layers)
@@ -86,17 +86,15 @@ class Decoder:
         return self._lm_head(self._norm(x_TD))
 
 
-def _make_layer(
-    config: DecoderConfig, layer: int, factory: PartsFactory, backend: PagedBackend[Any], rotary: RotaryEmbedding
-) -> DecoderLayer:
+def _make_layer(config: DecoderConfig, layer: int, factory: PartsFactory, backend: PagedBackend[Any]) -> DecoderLayer:
     D, name = config.hidden_size, f"model.layers.{layer}"
     attention: Attention
     if config.mla is not None:
         assert isinstance(backend, LatentBackend)
-        attention = LatentAttention(config, config.mla, layer, factory, backend, rotary)
+        attention = LatentAttention(config, config.mla, layer, factory, backend)
     else:
         assert isinstance(backend, AttentionBackend)
-        attention = HeadAttention(config, layer, factory, backend, rotary)
+        attention = HeadAttention(config, layer, factory, backend)
     feed_forward: FeedForward
     if config.moe is not None and layer >= config.moe.first_layer:
         feed_forward = ExpertsFeedForward(config.moe, factory, f"{name}.{config.moe.module}", D, config.has_mlp_bias)

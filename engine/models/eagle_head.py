@@ -65,7 +65,7 @@ class EagleHead:
         self._fc = factory.linear({"fc": D}, F, has_bias=False)
         self._token_norm = factory.rms_norm(f"{LAYER}.input_layernorm", D)
         self._feature_norm = factory.rms_norm(f"{LAYER}.hidden_norm", D)
-        self._attention = HeadAttention(layer, 0, factory, backend, self._rotary, num_inputs=2 * D)
+        self._attention = HeadAttention(layer, 0, factory, backend, num_inputs=2 * D)
         self._post_attention_norm = factory.rms_norm(f"{LAYER}.post_attention_layernorm", D)
         self._feed_forward = GatedFeedForward(factory, f"{LAYER}.mlp", D, layer.intermediate_size, layer.has_mlp_bias)
         self._norm = factory.rms_norm("norm", D)

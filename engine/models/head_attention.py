@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from engine.attention import AttentionBackend
-from engine.layers import CosSin, HeadProjection, RotaryEmbedding
+from engine.layers import CosSin, HeadProjection
 from engine.models.decoder_config import DecoderConfig
 from engine.models.parts import PartsFactory
 from engine.models.scores import Scores
@@ -25,7 +25,6 @@ class HeadAttention:
         layer: int,
         factory: PartsFactory,
         backend: AttentionBackend[Any],
-        rotary: RotaryEmbedding,
         *,
         num_inputs: int | None = None,
     ) -> None:
@@ -42,7 +41,6 @@ class HeadAttention:
             config.num_heads,
             config.num_kv_heads,
             H,
-            rotary,
             q_norm=factory.rms_norm(f"{at}.q_norm", H) if config.has_qk_norm else None,
             k_norm=factory.rms_norm(f"{at}.k_norm", H) if config.has_qk_norm else None,
         )

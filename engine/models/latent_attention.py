@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from engine.attention import LatentBackend
-from engine.layers import CosSin, LatentProjection, RotaryEmbedding
+from engine.layers import CosSin, LatentProjection
 from engine.models.decoder_config import DecoderConfig
 from engine.models.deepseek_config import LatentConfig
 from engine.models.parts import PartsFactory, WeightAndBias
@@ -38,7 +38,6 @@ class LatentAttention:
         layer: int,
         factory: PartsFactory,
         backend: LatentBackend[Any],
-        rotary: RotaryEmbedding,
     ) -> None:
         self._backend, self._mla = backend, mla
         D, N = config.hidden_size, config.num_heads
@@ -58,7 +57,6 @@ class LatentAttention:
         up, _ = factory.weight_and_bias(f"{at}.kv_b_proj", N * (Q + V), C, False)
         up_key, up_value = up.view(N, Q + V, C).split_with_sizes([Q, V], dim=1)
         self._heads = LatentProjection(
-            rotary,
             factory.rms_norm(f"{at}.kv_a_layernorm", C, LATENT_NORM_EPS),
             factory.parts.head_products(up_key.contiguous()),
             factory.parts.head_products(up_value.transpose(1, 2).contiguous()),

@@ -15,32 +15,27 @@ Shapes: T tokens, D hidden, V vocabulary, N query heads, K key/value heads, H he
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface
 
 from engine.attention import AttentionBackend
-from engine.layers import CosSin, HeadProjection, Unrotated
+from engine.layers import HeadProjection
 from engine.models.head_shape import HeadShape
 from engine.models.layer import Features, OnLayer
 from engine.models.parts import Parts
 from engine.models.recurrent_layers import module_of
 from engine.models.recurrent_states import RecurrentStates
-from engine.models.scores import Scores
 from engine.models.share import Share
+from engine.models.transformers_attention import PagedAttention, PagedStep, ToItself
 from engine.models.transformers_config import TransformersConfig
 from engine.models.transformers_experts import FourBitExperts
 from engine.models.transformers_head import Head
-from engine.models.transformers_probe import SINKS
 
 if TYPE_CHECKING:
     from engine.lora.adapters import Adapters
 
-PAGED = "tandem_paged"
-"""The name of our attention in transformers. No mask is registered under this name, so that none is built."""
 NUM_TRIED = 16
 SAME = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 """Tolerance as a share of the largest number: rounding stays below it, a wrong position exceeds it."""
@@ -79,11 +74,11 @@ class TransformersModel:
         own = HeadShape(config.num_heads, config.num_kv_heads, config.head_dim)
         shapes = config.head_shapes or (own,) * len(attending)
         layers = config.pool_layers or tuple(range(len(attending)))
-        self._step = _Step()
+        self._step = PagedStep()
         for i, (module, of, shape) in enumerate(zip(attending, config.attention, shapes, strict=True)):
-            heads = HeadProjection(*shape, Unrotated(), q_norm=None, k_norm=None)
+            heads = HeadProjection(*shape, q_norm=None, k_norm=None)
             has_own_keys = layers[i] not in layers[:i]
-            module.tandem_attention = _PagedAttention(
+            module.tandem_attention = PagedAttention(
                 i, layers[i], has_own_keys, of.scores, backend, heads, self._step, share
             )
         self._num_attending = len(attending)
@@ -155,7 +150,7 @@ class TransformersModel:
         """Let each token attend only to itself. Then a NaN in one token must not reach others, the same tokens in
         another order must give the same results in that order, and default positions must be 0, 1, 2 and so on."""
         for module in attending:
-            module.tandem_attention = _ToItself()  # type: ignore[assignment]
+            module.tandem_attention = ToItself()  # type: ignore[assignment]
         device = self._embedding.weight.device
         num_tokens = min(NUM_TRIED, config.max_positions)
         if self.states is not None:
@@ -194,110 +189,6 @@ def _layers_in(body: nn.Module, num_layers: int) -> list[nn.Module]:
             f"an EAGLE-3 head reads hidden states between {num_layers} layers, and the model has no such list"
         )
     return list(found[0])
-
-
-class _Attention(Protocol):
-    """The type of `tandem_attention`, an attribute of modules that attend."""
-
-    def attend(
-        self, q_1NTH: torch.Tensor, k_1KTH: torch.Tensor, v_1KTH: torch.Tensor, sinks_N: torch.Tensor | None
-    ) -> torch.Tensor:
-        """[1, T, N, H]"""
-
-
-def _attend(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: None = None,
-    **arguments: object,
-) -> tuple[torch.Tensor, None]:
-    del attention_mask  # the probe has checked it, and all other arguments
-    attention: _Attention = module.tandem_attention
-    sinks: Any = arguments.get(SINKS)
-    return attention.attend(query, key, value, sinks), None
-
-
-AttentionInterface.register(PAGED, _attend)
-
-
-@dataclass(slots=True)
-class _Step:
-    """What the layers of a step share."""
-
-    plan: Any = None
-    kv_pool: torch.Tensor | None = None
-    on_layer: OnLayer | None = None
-    cos_sin: dict[int, CosSin] = field(default_factory=dict)
-    """By head dim."""
-    num_attended: int = 0
-
-    def begin(self, plan: Any, kv_pool: torch.Tensor, on_layer: OnLayer | None) -> None:
-        self.plan, self.kv_pool, self.on_layer, self.num_attended = plan, kv_pool, on_layer, 0
-
-    def end(self) -> None:
-        self.plan = self.kv_pool = self.on_layer = None
-        self.cos_sin.clear()
-
-
-@dataclass(frozen=True, slots=True)
-class _PagedAttention:
-    number: int
-    """Among the modules that attend."""
-    layer: int
-    """Of the pool."""
-    has_own_keys: bool
-    """Otherwise an earlier module of the step has written the layer."""
-    scores: Scores
-    backend: AttentionBackend[Any]
-    heads: HeadProjection
-    step: _Step
-    share: Share | None
-
-    def attend(
-        self, q_1NTH: torch.Tensor, k_1KTH: torch.Tensor, v_1KTH: torch.Tensor, sinks_N: torch.Tensor | None
-    ) -> torch.Tensor:
-        step = self.step
-        assert step.kv_pool is not None
-        assert step.num_attended == self.number, "transformers' code took another way than it was seen to take"
-        kv = step.kv_pool[self.layer]
-        _, num_heads, num_tokens, head_dim = q_1NTH.shape
-        if self.share is not None:
-            q_1NTH = self.share.own_heads(q_1NTH, self.heads.num_heads)
-            k_1KTH, v_1KTH = (self.share.own_heads(x, self.heads.num_kv_heads) for x in (k_1KTH, v_1KTH))
-            if sinks_N is not None:
-                sinks_N = self.share.own_heads(sinks_N[None], self.heads.num_heads)[0]
-        if self.has_own_keys:
-            q_TNH = self._write(torch.cat((q_1NTH[0], k_1KTH[0], v_1KTH[0])).transpose(0, 1), kv)
-        else:
-            q_TNH = q_1NTH[0].transpose(0, 1).contiguous()
-        sinks_N = None if sinks_N is None else sinks_N.float()
-        o_TX = self.backend.attend(q_TNH, kv, step.plan, self.scores, sinks_N)
-        step.num_attended += 1
-        if step.on_layer is not None and self.has_own_keys:
-            step.on_layer(self.layer)
-        if self.share is not None and num_heads > self.heads.num_heads:
-            o_TX = self.share.all_heads(o_TX, num_heads * head_dim)
-        return o_TX.view(1, num_tokens, num_heads, head_dim)
-
-    def _write(self, qkv_TXH: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-        """Write keys and values to the layer; returns the queries [T, N, H]."""
-        step, head_dim = self.step, self.heads.head_dim
-        if head_dim not in step.cos_sin:
-            step.cos_sin[head_dim] = self.heads.rotary.select(qkv_TXH)
-        return self.backend.project(qkv_TXH.flatten(1), kv, step.plan, self.heads, step.cos_sin[head_dim])
-
-
-class _ToItself:
-    """Lets no token see another. The result also depends on queries and keys, so that wrong positions show."""
-
-    def attend(
-        self, q_1NTH: torch.Tensor, k_1KTH: torch.Tensor, v_1KTH: torch.Tensor, sinks_N: torch.Tensor | None
-    ) -> torch.Tensor:
-        del sinks_N
-        num_groups = q_1NTH.shape[1] // k_1KTH.shape[1]
-        return (q_1NTH + (k_1KTH + v_1KTH).repeat_interleave(num_groups, dim=1)).transpose(1, 2)
 
 
 def _poison_the_second(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:

@@ -122,7 +122,7 @@ def test_latents_are_written_and_read(lens: list[tuple[int, int]], unfolding: Un
         for shape in ((len(case.q), 4 * 28), (len(case.q), 64), (48,), (4, 12, 48))
     )
     rotary = RotaryEmbedding(RopeConfig(theta=100.0, rope_type="default"), 16, 128, torch.float16, DEVICE)
-    heads = LatentProjection(rotary, RMSNorm(weight, 1e-3), HeadProducts(up_key), HeadProducts(up_key.mT))
+    heads = LatentProjection(RMSNorm(weight, 1e-3), HeadProducts(up_key), HeadProducts(up_key.mT))
     cos_sin = rotary.select(torch.arange(len(q), device=DEVICE))
 
     def attended(kv: torch.Tensor, layout: StepLayout) -> torch.Tensor:

@@ -119,7 +119,7 @@ def project(case: LatentCase, *, uses_triton: bool, largest: float = 1.0) -> tup
         for shape in ((len(case.q), N * (12 + P)), (len(case.q), 7 + C + P), (C,), (N, 12, C))
     )
     rotary = RotaryEmbedding(RopeConfig(theta=100.0, rope_type="default"), P, 64, dtype, DEVICE)
-    heads = LatentProjection(rotary, RMSNorm(weight * largest, 1e-3), HeadProducts(up_key), HeadProducts(up_key.mT))
+    heads = LatentProjection(RMSNorm(weight * largest, 1e-3), HeadProducts(up_key), HeadProducts(up_key.mT))
     plain = TorchLatentAttention(kv_lora_rank=C, latent_dim=C + P, block_size=case.block_size, device=DEVICE)
     backend: Any = backend_of(case) if uses_triton else plain
     kv = case.kv.clone().to(DEVICE)

@@ -48,9 +48,8 @@ def rotate_and_store(
     """Return q [T, N, H], normed (if weights [H] for q and k are given) and rotated; write k, treated likewise, and v
     into the pool.
 
-    `qkv_TX`: [T, (N + 2K) * H], contiguous. `cos_sin`: [T, 1, H] each, contiguous, the sines with the sign of
-    `RotaryEmbedding`. `kv`: a layer of the pool, contiguous; 8-bit floats saturate. `slot_mapping`: [T] int64, block *
-    block size + slot; nothing is written for slots below 0.
+    `qkv_TX`: [T, (N + 2K) * H], contiguous. `cos_sin`: see `CosSin`; contiguous. `kv`: a layer of the pool, contiguous;
+    8-bit floats saturate. `slot_mapping`: [T] int64, block * block size + slot; nothing is written for slots below 0.
     """
     num_kv_heads, block_size, head_dim = kv.shape[2:]
     num_tokens, block_h = len(qkv_TX), triton.next_power_of_2(head_dim)
@@ -59,9 +58,9 @@ def rotate_and_store(
     q_weight, k_weight = norm_weights or (qkv_TX, qkv_TX)  # not read without norms
     _rotate_kernel[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, heads_per_program))](
         qkv_TX, *cos_sin, q_weight, k_weight, kv, slot_mapping, q_TNH, eps,
-        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, SLOTS=block_size,
-        HAS_NORM=norm_weights is not None, MAX_FLOAT8=MAX_FLOAT8, BLOCK_A=heads_per_program, BLOCK_H=block_h,
-        num_warps=4,
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROTATED=cos_sin[0].shape[-1],
+        SLOTS=block_size, HAS_NORM=norm_weights is not None, MAX_FLOAT8=MAX_FLOAT8, BLOCK_A=heads_per_program,
+        BLOCK_H=block_h, num_warps=4,
     )  # fmt: skip
     return q_TNH
 
@@ -80,6 +79,7 @@ def _rotate_kernel(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    ROTATED: tl.constexpr,
     SLOTS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     MAX_FLOAT8: tl.constexpr,
@@ -90,17 +90,19 @@ def _rotate_kernel(
     token = tl.program_id(0).to(tl.int64)
     heads_A = tl.program_id(1) * BLOCK_A + tl.arange(0, BLOCK_A)
     dims_H = tl.arange(0, BLOCK_H)
-    # A rotation combines each number with the one half a head further on.
-    others_H = (dims_H + HEAD_DIM // 2) % HEAD_DIM
-    is_dim_H = dims_H < HEAD_DIM
+    is_dim_H, is_turned_H = dims_H < HEAD_DIM, dims_H < ROTATED
+    others_H = dims_H
+    if ROTATED:  # a rotation combines each number with the one half of them further on
+        others_H = tl.where(is_turned_H, (dims_H + ROTATED // 2) % ROTATED, dims_H)
     is_q_A = heads_A < NUM_HEADS
     is_v_A = heads_A >= NUM_HEADS + NUM_KV_HEADS
     is_real_AH = (heads_A < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & is_dim_H[None, :]
     # All loads come before the first number is needed, and in one layout: otherwise each would wait for the one before.
     slot = tl.load(slots_ptr + token)
-    angles_AH = tl.zeros([BLOCK_A, 1], dtype=tl.int32) + token * HEAD_DIM + dims_H[None, :]
-    cos_AH = tl.load(cos_ptr + angles_AH, mask=is_real_AH, other=0.0).to(tl.float32)
-    sin_AH = tl.load(sin_ptr + angles_AH, mask=is_real_AH, other=0.0).to(tl.float32)
+    angles_AH = tl.zeros([BLOCK_A, 1], dtype=tl.int32) + token * ROTATED + dims_H[None, :]
+    is_turned_AH = is_real_AH & is_turned_H[None, :]
+    cos_AH = tl.load(cos_ptr + angles_AH, mask=is_turned_AH, other=1.0).to(tl.float32)
+    sin_AH = tl.load(sin_ptr + angles_AH, mask=is_turned_AH, other=0.0).to(tl.float32)
     head_ptrs = qkv_ptr + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + heads_A)[:, None] * HEAD_DIM
     x_AH = tl.load(head_ptrs + dims_H[None, :], mask=is_real_AH, other=0.0)
     a_AH = x_AH.to(tl.float32)
@@ -109,7 +111,8 @@ def _rotate_kernel(
         scale_A = tl.rsqrt(tl.sum(a_AH * a_AH, 1) / HEAD_DIM + eps)
         a_AH = _weigh(a_AH, scale_A, q_weight_ptr, k_weight_ptr, dims_H, is_dim_H, is_q_A, x_AH.dtype)
         b_AH = _weigh(b_AH, scale_A, q_weight_ptr, k_weight_ptr, others_H, is_dim_H, is_q_A, x_AH.dtype)
-    y_AH = (a_AH * cos_AH + b_AH * sin_AH).to(x_AH.dtype)
+    turned_AH = tl.where(is_turned_H[None, :], a_AH * cos_AH + b_AH * sin_AH, a_AH)  # infinity times 0 is no number
+    y_AH = turned_AH.to(x_AH.dtype)
     y_AH = tl.where(is_v_A[:, None], x_AH, y_AH)
 
     q_ptrs = q_ptr + (token * NUM_HEADS + heads_A)[:, None] * HEAD_DIM + dims_H[None, :]

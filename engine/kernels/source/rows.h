@@ -64,15 +64,17 @@ at::Tensor add_rms_norm(const at::Tensor& x, const std::optional<at::Tensor>& de
   return out;
 }
 
-// Rotates one head: out = x * cos + rotate_half(x) * sin. The sign of rotate_half is in the sin table.
-inline void rotate_head(const bf16* x, const bf16* cos, const bf16* sin, int64_t H, bf16* out) {
-  int64_t half = H / 2;
+// Rotates the first R of a head's H numbers: out = x * cos + rotate_half(x) * sin. The sign of rotate_half is in the sin
+// table.
+inline void rotate_head(const bf16* x, const bf16* cos, const bf16* sin, int64_t R, int64_t H, bf16* out) {
+  int64_t half = R / 2;
 #pragma omp simd
   for (int64_t i = 0; i < half; i++) {
     float low = to_float(x[i]), high = to_float(x[i + half]);
     out[i] = to_bf16(low * to_float(cos[i]) + high * to_float(sin[i]));
     out[i + half] = to_bf16(high * to_float(cos[i + half]) + low * to_float(sin[i + half]));
   }
+  if (R < H) std::memcpy(out + R, x + R, (H - R) * sizeof(bf16));
 }
 
 // qkv [T, (N + 2K) * H]. Norms (if there are weights) and rotates queries and keys, and stores keys and values in one
@@ -81,9 +83,10 @@ at::Tensor rotate_and_store(
     const at::Tensor& qkv, const at::Tensor& cos, const at::Tensor& sin, const std::optional<at::Tensor>& q_norm,
     const std::optional<at::Tensor>& k_norm, double eps, const at::Tensor& kv, const at::Tensor& slot_mapping) {
   int64_t K = kv.size(2), block_size = kv.size(3), H = kv.size(4), T = qkv.size(0);
-  int64_t X = qkv.size(1) / H, N = X - 2 * K;
+  int64_t X = qkv.size(1) / H, N = X - 2 * K, R = cos.size(-1);
   TORCH_CHECK(qkv.is_contiguous() && cos.is_contiguous() && sin.is_contiguous() && kv.is_contiguous(), "contiguous");
-  TORCH_CHECK(cos.numel() == T * H && sin.numel() == T * H && slot_mapping.numel() == T, "one row per token");
+  TORCH_CHECK(cos.numel() == T * R && sin.numel() == T * R && slot_mapping.numel() == T, "one row per token");
+  TORCH_CHECK(R % 2 == 0 && R <= H, "an even number of a head's numbers are rotated");
   TORCH_CHECK(block_size % LANES == 0 && H % LANES == 0 && H <= MOST_HEAD_DIM, "16 must divide block and head size");
   at::Tensor out = at::empty({T, N, H}, qkv.options());
   const bf16 *in = data_of(qkv), *cp = data_of(cos), *sp = data_of(sin);
@@ -94,17 +97,17 @@ at::Tensor rotate_and_store(
   at::parallel_for(0, T, std::max<int64_t>(1, 16384 / (X * H)), [&](int64_t begin, int64_t end) {
     bf16 normed[MOST_HEAD_DIM], rotated[MOST_HEAD_DIM];
     for (int64_t t = begin; t < end; t++) {
-      const bf16 *row = in + t * X * H, *c = cp + t * H, *s = sp + t * H;
+      const bf16 *row = in + t * X * H, *c = cp + t * R, *s = sp + t * R;
       for (int64_t n = 0; n < N; n++) {
         const bf16* head = row + n * H;
         if (qw) norm_row(head, qw, float(eps), H, normed), head = normed;
-        rotate_head(head, c, s, H, op + (t * N + n) * H);
+        rotate_head(head, c, s, R, H, op + (t * N + n) * H);
       }
       int64_t block = slots[t] / block_size, slot = slots[t] % block_size;
       for (int64_t k = 0; k < K; k++) {
         const bf16* head = row + (N + k) * H;
         if (kw) norm_row(head, kw, float(eps), H, normed), head = normed;
-        rotate_head(head, c, s, H, rotated);
+        rotate_head(head, c, s, R, H, rotated);
         bf16* keys = pool + ((block * 2) * K + k) * plane + slot * 2;
         for (int64_t d = 0; d < H; d += 2) std::memcpy(keys + d * block_size, rotated + d, 4);
         const bf16* v = row + (N + K + k) * H;

@@ -1,0 +1,120 @@
+"""Our attention in transformers' code: over the paged pool, within each sequence of a step.
+
+    PagedStep.begin ──> module's forward ──(q, k, v)──> PagedAttention.attend ──> o, back in transformers' code ──> end
+
+Shapes: T tokens, N query heads, K key/value heads, H head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from transformers import AttentionInterface
+
+from engine.attention import AttentionBackend
+from engine.layers import HeadProjection
+from engine.models.layer import OnLayer
+from engine.models.scores import Scores
+from engine.models.share import Share
+from engine.models.transformers_probe import SINKS
+
+PAGED = "tandem_paged"
+"""The name of our attention in transformers. No mask is registered under this name, so that none is built."""
+
+
+class _Attention(Protocol):
+    """The type of `tandem_attention`, an attribute of modules that attend."""
+
+    def attend(
+        self, q_1NTH: torch.Tensor, k_1KTH: torch.Tensor, v_1KTH: torch.Tensor, sinks_N: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[1, T, N, H]"""
+
+
+def _attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None = None,
+    **arguments: object,
+) -> tuple[torch.Tensor, None]:
+    del attention_mask  # the probe has checked it, and all other arguments
+    attention: _Attention = module.tandem_attention
+    sinks: Any = arguments.get(SINKS)
+    return attention.attend(query, key, value, sinks), None
+
+
+AttentionInterface.register(PAGED, _attend)
+
+
+@dataclass(slots=True)
+class PagedStep:
+    """What the layers of a step share."""
+
+    plan: Any = None
+    kv_pool: torch.Tensor | None = None
+    on_layer: OnLayer | None = None
+    num_attended: int = 0
+
+    def begin(self, plan: Any, kv_pool: torch.Tensor, on_layer: OnLayer | None) -> None:
+        self.plan, self.kv_pool, self.on_layer, self.num_attended = plan, kv_pool, on_layer, 0
+
+    def end(self) -> None:
+        self.plan = self.kv_pool = self.on_layer = None
+
+
+@dataclass(frozen=True, slots=True)
+class PagedAttention:
+    number: int
+    """Among the modules that attend."""
+    layer: int
+    """Of the pool."""
+    has_own_keys: bool
+    """Otherwise an earlier module of the step has written the layer."""
+    scores: Scores
+    backend: AttentionBackend[Any]
+    heads: HeadProjection
+    step: PagedStep
+    share: Share | None
+
+    def attend(
+        self, q_1NTH: torch.Tensor, k_1KTH: torch.Tensor, v_1KTH: torch.Tensor, sinks_N: torch.Tensor | None
+    ) -> torch.Tensor:
+        step = self.step
+        assert step.kv_pool is not None
+        assert step.num_attended == self.number, "transformers' code took another way than it was seen to take"
+        kv = step.kv_pool[self.layer]
+        _, num_heads, num_tokens, head_dim = q_1NTH.shape
+        if self.share is not None:
+            q_1NTH = self.share.own_heads(q_1NTH, self.heads.num_heads)
+            k_1KTH, v_1KTH = (self.share.own_heads(x, self.heads.num_kv_heads) for x in (k_1KTH, v_1KTH))
+            if sinks_N is not None:
+                sinks_N = self.share.own_heads(sinks_N[None], self.heads.num_heads)[0]
+        if self.has_own_keys:
+            qkv_TXH = torch.cat([x[0].transpose(0, 1) for x in (q_1NTH, k_1KTH, v_1KTH)], dim=1)
+            none_T10 = qkv_TXH.new_empty(num_tokens, 1, 0)  # transformers' code has rotated them
+            q_TNH = self.backend.project(qkv_TXH.flatten(1), kv, step.plan, self.heads, (none_T10, none_T10))
+        else:
+            q_TNH = q_1NTH[0].transpose(0, 1).contiguous()
+        sinks_N = None if sinks_N is None else sinks_N.float()
+        o_TX = self.backend.attend(q_TNH, kv, step.plan, self.scores, sinks_N)
+        step.num_attended += 1
+        if step.on_layer is not None and self.has_own_keys:
+            step.on_layer(self.layer)
+        if self.share is not None and num_heads > self.heads.num_heads:
+            o_TX = self.share.all_heads(o_TX, num_heads * head_dim)
+        return o_TX.view(1, num_tokens, num_heads, head_dim)
+
+
+class ToItself:
+    """Lets no token see another. The result also depends on queries and keys, so that wrong positions show."""
+
+    def attend(
+        self, q_1NTH: torch.Tensor, k_1KTH: torch.Tensor, v_1KTH: torch.Tensor, sinks_N: torch.Tensor | None
+    ) -> torch.Tensor:
+        del sinks_N
+        num_groups = q_1NTH.shape[1] // k_1KTH.shape[1]
+        return (q_1NTH + (k_1KTH + v_1KTH).repeat_interleave(num_groups, dim=1)).transpose(1, 2)
