@@ -56,8 +56,8 @@ MakeLinear = Callable[..., Linear]
 SumOverRanks = Callable[[torch.Tensor], torch.Tensor]
 """Sums a tensor over all ranks, on all of them. The argument may be overwritten."""
 CosSin = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and signed sines of the positions of a step's T tokens: [T, 1, R] each. The first R numbers of a head, which
-are an even number, are rotated."""
+"""Cosines and signed sines of the positions of a step's T tokens: [T, 1, R] each, in the heads' dtype or float32. The
+first R numbers of a head, which are an even number, are rotated."""
 _packed_linear = torch.ops.mkldnn._linear_pointwise
 
 
@@ -174,7 +174,7 @@ def rotated(x_TNH: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
     cos, sin = cos_sin
     R = cos.shape[-1]
     turned, rest = x_TNH[..., :R], x_TNH[..., R:]
-    turned = (turned * cos).add_(turned.roll(R // 2, -1).mul_(sin))
+    turned = (turned * cos).add_(turned.roll(R // 2, -1) * sin).to(x_TNH.dtype)
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 

@@ -14,7 +14,8 @@ eagle_head.py             guesses from a decoder's hidden states; eagle_config.p
 
 transformers_model.py     transformers' code over our attention, as transformers_config.py describes it, which
                           transformers_probe.py and product_probe.py find out; transformers_attention.py: that
-                          attention; transformers_head.py: from hidden states to logits
+                          attention, which also rotates (rotation_probe.py: where; rotations.py: how);
+                          transformers_head.py: from hidden states to logits
 transformers_products.py  our products in place of its linear layers (product_modules.py); gated_modules.py: which
                           have a gate
 replaced_experts.py       our products in place of its experts; in MXFP4: transformers_experts.py,

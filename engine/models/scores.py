@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,28 @@ class Scores:
         return Scores(head_dim**-0.5, sliding_window, soft_cap)
 
 
+class Rotation(NamedTuple):
+    """How transformers' code rotates queries and keys by tables of cosines and sines."""
+
+    of_neighbours: bool
+    """A number is rotated with its neighbour. Otherwise with the one half of all rotated numbers further on."""
+    table: Literal["per number", "per pair", "per pair, twice"]
+    """What the tables have: a cosine for each number, one for each pair, or one for each pair whose repetition is not
+    read."""
+
+    def num_rotated(self, table_size: int) -> int:
+        """How many of a head's numbers, from the first on, are rotated."""
+        return 2 * table_size if self.table == "per pair" else table_size
+
+
+ROTATIONS = (
+    Rotation(of_neighbours=False, table="per number"),
+    Rotation(of_neighbours=False, table="per pair"),
+    Rotation(of_neighbours=True, table="per number"),
+    Rotation(of_neighbours=True, table="per pair, twice"),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionModule:
     """The attention of one layer in transformers' code."""
@@ -31,3 +54,5 @@ class AttentionModule:
     scores: Scores
     has_sinks: bool = False
     """The module passes attention sinks (`AttentionBackend.attend`)."""
+    rotation: Rotation | None = None
+    """Of its queries and keys, right before it attends, where we may do it instead."""

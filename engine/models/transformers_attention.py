@@ -7,16 +7,17 @@ Shapes: T tokens, N query heads, K key/value heads, H head dim.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface
 
 from engine.attention import AttentionBackend
-from engine.layers import HeadProjection
+from engine.layers import CosSin, HeadProjection
 from engine.models.layer import OnLayer
-from engine.models.scores import Scores
+from engine.models.rotations import cos_sin_of, in_halves
+from engine.models.scores import Rotation, Scores
 from engine.models.share import Share
 from engine.models.transformers_probe import SINKS
 
@@ -58,12 +59,35 @@ class PagedStep:
     kv_pool: torch.Tensor | None = None
     on_layer: OnLayer | None = None
     num_attended: int = 0
+    to_rotate: tuple[torch.Tensor, ...] = ()
+    """Queries and keys of the next attention, and the tables by which transformers' code would have rotated them."""
+    cos_sin: dict[tuple[Rotation, int, int], tuple[CosSin, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """By the tables' ids, which are kept, too, so that no others have these ids."""
 
     def begin(self, plan: Any, kv_pool: torch.Tensor, on_layer: OnLayer | None) -> None:
         self.plan, self.kv_pool, self.on_layer, self.num_attended = plan, kv_pool, on_layer, 0
 
     def end(self) -> None:
         self.plan = self.kv_pool = self.on_layer = None
+        self.cos_sin.clear()
+
+    def rotate_later(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **_named: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """In place of transformers' function that rotates."""
+        self.to_rotate = (q, k, cos, sin)
+        return q, k
+
+    def tables_for(self, rotation: Rotation, q: torch.Tensor, k: torch.Tensor) -> tuple[CosSin, int]:
+        """By which to rotate what a module attends with, and the size of transformers' tables."""
+        q_before, k_before, cos, sin = self.to_rotate
+        is_same = q is q_before and k is k_before
+        assert is_same, "transformers' code took another way than it was seen to take"
+        key = (rotation, id(cos), id(sin))
+        if key not in self.cos_sin:
+            self.cos_sin[key] = (cos_sin_of(rotation, cos, sin), cos, sin)
+        self.to_rotate = ()
+        return self.cos_sin[key][0], cos.shape[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +99,8 @@ class PagedAttention:
     has_own_keys: bool
     """Otherwise an earlier module of the step has written the layer."""
     scores: Scores
+    rotation: Rotation | None
+    """Of queries and keys that come unrotated."""
     backend: AttentionBackend[Any]
     heads: HeadProjection
     step: PagedStep
@@ -88,6 +114,11 @@ class PagedAttention:
         assert step.num_attended == self.number, "transformers' code took another way than it was seen to take"
         kv = step.kv_pool[self.layer]
         _, num_heads, num_tokens, head_dim = q_1NTH.shape
+        none_T10 = q_1NTH.new_empty(num_tokens, 1, 0)
+        cos_sin: CosSin = (none_T10, none_T10)
+        if self.rotation is not None:
+            cos_sin, table_size = step.tables_for(self.rotation, q_1NTH, k_1KTH)
+            q_1NTH, k_1KTH = (in_halves(self.rotation, x, table_size) for x in (q_1NTH, k_1KTH))
         if self.share is not None:
             q_1NTH = self.share.own_heads(q_1NTH, self.heads.num_heads)
             k_1KTH, v_1KTH = (self.share.own_heads(x, self.heads.num_kv_heads) for x in (k_1KTH, v_1KTH))
@@ -95,8 +126,7 @@ class PagedAttention:
                 sinks_N = self.share.own_heads(sinks_N[None], self.heads.num_heads)[0]
         if self.has_own_keys:
             qkv_TXH = torch.cat([x[0].transpose(0, 1) for x in (q_1NTH, k_1KTH, v_1KTH)], dim=1)
-            none_T10 = qkv_TXH.new_empty(num_tokens, 1, 0)  # transformers' code has rotated them
-            q_TNH = self.backend.project(qkv_TXH.flatten(1), kv, step.plan, self.heads, (none_T10, none_T10))
+            q_TNH = self.backend.project(qkv_TXH.flatten(1), kv, step.plan, self.heads, cos_sin)
         else:
             q_TNH = q_1NTH[0].transpose(0, 1).contiguous()
         sinks_N = None if sinks_N is None else sinks_N.float()

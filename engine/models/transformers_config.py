@@ -26,7 +26,7 @@ ROPE_TYPES_BY_LENGTH = ("dynamic", "longrope")
 would depend on its batch."""
 
 
-PARTS_VERSION = 2
+PARTS_VERSION = 3
 """Must be increased with every change that alters the bits of what we compute in place of transformers' code."""
 MOST_POSITIONS = 1 << 20
 """The most positions for which masks are examined."""

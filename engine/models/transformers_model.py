@@ -27,6 +27,7 @@ from engine.models.layer import Features, OnLayer
 from engine.models.parts import Parts
 from engine.models.recurrent_layers import module_of
 from engine.models.recurrent_states import RecurrentStates
+from engine.models.rotation_probe import give_function
 from engine.models.share import Share
 from engine.models.transformers_attention import PagedAttention, PagedStep, ToItself
 from engine.models.transformers_config import TransformersConfig
@@ -78,8 +79,11 @@ class TransformersModel:
         for i, (module, of, shape) in enumerate(zip(attending, config.attention, shapes, strict=True)):
             heads = HeadProjection(*shape, q_norm=None, k_norm=None)
             has_own_keys = layers[i] not in layers[:i]
+            rotation = of.rotation if has_own_keys else None
+            if rotation is not None:
+                give_function(module, lambda _theirs: self._step.rotate_later)
             module.tandem_attention = PagedAttention(
-                i, layers[i], has_own_keys, of.scores, backend, heads, self._step, share
+                i, layers[i], has_own_keys, of.scores, rotation, backend, heads, self._step, share
             )
         self._num_attending = len(attending)
 

@@ -33,6 +33,7 @@ from engine.models.product_probe import WatchedProducts, splits_of
 from engine.models.recurrent_probe import CannotServeError, take_recurrent_layers, why_not_its_states
 from engine.models.recurrent_shape import RecurrentLayer
 from engine.models.replaced_experts import sizes_of_experts
+from engine.models.rotation_probe import WatchedRotations
 from engine.models.scores import AttentionModule, Scores
 from engine.models.split import Split
 from engine.models.stored_weights import QUANTIZATIONS
@@ -127,9 +128,11 @@ def watch_a_step(config: Any, max_positions: int) -> Step:
         products = sizes_of_products(model)
         # Why such code fails without numbers, or attends in too few layers.
         other_states = "" if recurrent_layers else why_not_its_states(model)
+        rotations = WatchedRotations(model)
         for module_name, module in model.named_modules():
-            module.tandem_watcher = _Watcher(module_name, calls, max_positions)
-        hidden_1TD = _hidden_states(model, body, has_recurrent_layers=len(recurrent_layers) > 0)
+            module.tandem_watcher = _Watcher(module_name, calls, max_positions, rotations)
+        with rotations:
+            hidden_1TD = _hidden_states(model, body, has_recurrent_layers=len(recurrent_layers) > 0)
         if not calls:
             raise CannotServeError(
                 other_states
@@ -150,7 +153,10 @@ def watch_a_step(config: Any, max_positions: int) -> Step:
         raise ValueError(f"config.json: {name} models cannot be served: {other_states or why_not}")
     return Step(
         attention=tuple(
-            AttentionModule(name=call.name, scores=call.scores, has_sinks=call.has_sinks) for call in calls
+            AttentionModule(
+                name=call.name, scores=call.scores, has_sinks=call.has_sinks, rotation=rotations.of(call.name)
+            )
+            for call in calls
         ),
         recurrent_layers=recurrent_layers,
         pool_layers=_pool_layers(calls),
@@ -187,6 +193,7 @@ class _Watcher:
     name: str
     calls: list[_Call]
     max_positions: int
+    rotations: WatchedRotations
 
     def note(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, arguments: dict[str, Any]) -> None:
         """q [1, N, T, H], k and v [1, K, T, H]"""
@@ -194,6 +201,7 @@ class _Watcher:
             raise CannotServeError(why_not)
         if mask.window is None:  # layers share masks, and a million positions take some milliseconds
             mask.window = _window_of(mask.function, self.max_positions)
+        self.rotations.attends(self.name, q, k)
         head_dim, scale = q.shape[3], arguments.get("scaling")
         self.calls.append(
             _Call(
@@ -236,7 +244,8 @@ def _watched_attention(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **arguments: Any
 ) -> tuple[torch.Tensor, None]:
     module.tandem_watcher.note(query, key, value, attention_mask, arguments)
-    return torch.empty_like(query).transpose(1, 2), None
+    batch, num_heads, num_tokens, head_dim = query.shape
+    return torch.empty(batch, num_tokens, num_heads, head_dim, dtype=query.dtype, device=query.device), None
 
 
 class _Mask(torch.Tensor):

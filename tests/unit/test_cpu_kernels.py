@@ -167,16 +167,17 @@ def test_rows_are_laid_out_by_the_plan() -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "num_rotated"), [(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (512, 512), (80, 20), (128, 0)]
+    ("head_dim", "num_rotated", "tables"),
+    [*((size, size, BFLOAT16) for size in (64, 80, 96, 128, 256, 512)), (80, 20, torch.float32), (128, 0, BFLOAT16)],
 )
 @pytest.mark.parametrize("has_norms", [False, True])
-def test_rotation_against_plain_torch(head_dim: int, num_rotated: int, has_norms: bool) -> None:
+def test_rotation_against_plain_torch(head_dim: int, num_rotated: int, tables: torch.dtype, has_norms: bool) -> None:
     generator = torch.Generator().manual_seed(3)
     norms = tuple(RMSNorm(torch.rand(head_dim, generator=generator).to(BFLOAT16), 1e-6) for _ in range(2))
     heads = heads_of(6, 2, head_dim, norms if has_norms else None)  # type: ignore[arg-type]
     case = Case([(33, 1), (0, 40)], num_heads=6, num_kv_heads=2, head_dim=head_dim, block_size=16, dtype=BFLOAT16)
     qkv = torch.cat((case.q, case.k, case.v), dim=1).flatten(1)
-    rotary = RotaryEmbedding(RopeConfig(rope_type="default", theta=10_000.0), num_rotated, 4096, BFLOAT16, "cpu")
+    rotary = RotaryEmbedding(RopeConfig(rope_type="default", theta=10_000.0), num_rotated, 4096, tables, "cpu")
     cos_sin = rotary.select(torch.tensor([33, *range(40)]))
     q, k, v = heads(qkv, cos_sin)
     backend, kv = CpuAttention(), to_paired(case.kv)

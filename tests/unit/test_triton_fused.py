@@ -94,11 +94,17 @@ def heads_of(case: Case, has_norms: bool) -> HeadProjection:
     return HeadProjection(case.num_heads, case.num_kv_heads, H, *norms)
 
 
-def store(case: Case, heads: HeadProjection, slots: torch.Tensor, num_rotated: int | None = None) -> tuple[Any, ...]:
+def store(
+    case: Case,
+    heads: HeadProjection,
+    slots: torch.Tensor,
+    num_rotated: int | None = None,
+    tables: torch.dtype | None = None,
+) -> tuple[Any, ...]:
     """q and the pool as the kernel writes them; q, k, v by plain torch."""
     positions = torch.cat([torch.arange(before, before + new) for before, new in case.lens])
     R = case.head_dim if num_rotated is None else num_rotated
-    rotary = RotaryEmbedding(RopeConfig(rope_type="default", theta=10_000.0), R, 4096, case.q.dtype, DEVICE)
+    rotary = RotaryEmbedding(RopeConfig(rope_type="default", theta=10_000.0), R, 4096, tables or case.q.dtype, DEVICE)
     cos_sin = rotary.select(positions.to(DEVICE))
     qkv = torch.cat((case.q, case.k, case.v), dim=1).flatten(1).to(DEVICE)
     before_and_pool = torch.cat((case.kv[:1], case.kv)).to(DEVICE)
@@ -112,12 +118,15 @@ def store(case: Case, heads: HeadProjection, slots: torch.Tensor, num_rotated: i
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
 @pytest.mark.parametrize(
-    ("head_dim", "num_rotated"), [(64, 64), (80, 80), (96, 96), (128, 128), (256, 256), (512, 512), (80, 20), (128, 0)]
+    ("head_dim", "num_rotated", "tables"),
+    [*((size, size, None) for size in (64, 80, 96, 128, 256, 512)), (80, 20, torch.float32), (128, 0, None)],
 )
-def test_rotation_and_write(head_dim: int, num_rotated: int, dtype: torch.dtype, has_norms: bool) -> None:
+def test_rotation_and_write(
+    head_dim: int, num_rotated: int, tables: torch.dtype | None, dtype: torch.dtype, has_norms: bool
+) -> None:
     case = Case([(33, 1), (0, 1), (6, 9)], num_heads=6, num_kv_heads=2, head_dim=head_dim, block_size=8, dtype=dtype)
     slots = torch.from_numpy(case.layout.slot_mapping)
-    q, kv, expected_q, k, v = store(case, heads_of(case, has_norms), slots, num_rotated)
+    q, kv, expected_q, k, v = store(case, heads_of(case, has_norms), slots, num_rotated, tables)
     expected = case.kv.to(DEVICE)
     expected[slots // 8, 0, :, slots % 8], expected[slots // 8, 1, :, slots % 8] = k, v
     # Plain torch rounds both products and their sum, the kernel only the sum.

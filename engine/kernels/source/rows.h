@@ -65,8 +65,9 @@ at::Tensor add_rms_norm(const at::Tensor& x, const std::optional<at::Tensor>& de
 }
 
 // Rotates the first R of a head's H numbers: out = x * cos + rotate_half(x) * sin. The sign of rotate_half is in the sin
-// table.
-inline void rotate_head(const bf16* x, const bf16* cos, const bf16* sin, int64_t R, int64_t H, bf16* out) {
+// table, which is in bfloat16 or float32.
+template <typename Table>
+void rotate_head(const bf16* x, const Table* cos, const Table* sin, int64_t R, int64_t H, bf16* out) {
   int64_t half = R / 2;
 #pragma omp simd
   for (int64_t i = 0; i < half; i++) {
@@ -89,33 +90,37 @@ at::Tensor rotate_and_store(
   TORCH_CHECK(R % 2 == 0 && R <= H, "an even number of a head's numbers are rotated");
   TORCH_CHECK(block_size % LANES == 0 && H % LANES == 0 && H <= MOST_HEAD_DIM, "16 must divide block and head size");
   at::Tensor out = at::empty({T, N, H}, qkv.options());
-  const bf16 *in = data_of(qkv), *cp = data_of(cos), *sp = data_of(sin);
-  const bf16 *qw = q_norm ? data_of(*q_norm) : nullptr, *kw = k_norm ? data_of(*k_norm) : nullptr;
+  const bf16 *in = data_of(qkv), *qw = q_norm ? data_of(*q_norm) : nullptr, *kw = k_norm ? data_of(*k_norm) : nullptr;
   bf16 *op = data_of(out), *pool = data_of(kv);
   const int64_t* slots = slot_mapping.data_ptr<int64_t>();
   int64_t plane = block_size * H;
-  at::parallel_for(0, T, std::max<int64_t>(1, 16384 / (X * H)), [&](int64_t begin, int64_t end) {
-    bf16 normed[MOST_HEAD_DIM], rotated[MOST_HEAD_DIM];
-    for (int64_t t = begin; t < end; t++) {
-      const bf16 *row = in + t * X * H, *c = cp + t * R, *s = sp + t * R;
-      for (int64_t n = 0; n < N; n++) {
-        const bf16* head = row + n * H;
-        if (qw) norm_row(head, qw, float(eps), H, normed), head = normed;
-        rotate_head(head, c, s, R, H, op + (t * N + n) * H);
+  auto all_rows = [&](const auto* cp, const auto* sp) {
+    at::parallel_for(0, T, std::max<int64_t>(1, 16384 / (X * H)), [&](int64_t begin, int64_t end) {
+      bf16 normed[MOST_HEAD_DIM], rotated[MOST_HEAD_DIM];
+      for (int64_t t = begin; t < end; t++) {
+        const bf16* row = in + t * X * H;
+        const auto *c = cp + t * R, *s = sp + t * R;
+        for (int64_t n = 0; n < N; n++) {
+          const bf16* head = row + n * H;
+          if (qw) norm_row(head, qw, float(eps), H, normed), head = normed;
+          rotate_head(head, c, s, R, H, op + (t * N + n) * H);
+        }
+        int64_t block = slots[t] / block_size, slot = slots[t] % block_size;
+        for (int64_t k = 0; k < K; k++) {
+          const bf16* head = row + (N + k) * H;
+          if (kw) norm_row(head, kw, float(eps), H, normed), head = normed;
+          rotate_head(head, c, s, R, H, rotated);
+          bf16* keys = pool + ((block * 2) * K + k) * plane + slot * 2;
+          for (int64_t d = 0; d < H; d += 2) std::memcpy(keys + d * block_size, rotated + d, 4);
+          const bf16* v = row + (N + K + k) * H;
+          bf16* values = pool + ((block * 2 + 1) * K + k) * plane + (slot / 2) * 2 * H + (slot & 1);
+          for (int64_t d = 0; d < H; d++) values[2 * d] = v[d];
+        }
       }
-      int64_t block = slots[t] / block_size, slot = slots[t] % block_size;
-      for (int64_t k = 0; k < K; k++) {
-        const bf16* head = row + (N + k) * H;
-        if (kw) norm_row(head, kw, float(eps), H, normed), head = normed;
-        rotate_head(head, c, s, R, H, rotated);
-        bf16* keys = pool + ((block * 2) * K + k) * plane + slot * 2;
-        for (int64_t d = 0; d < H; d += 2) std::memcpy(keys + d * block_size, rotated + d, 4);
-        const bf16* v = row + (N + K + k) * H;
-        bf16* values = pool + ((block * 2 + 1) * K + k) * plane + (slot / 2) * 2 * H + (slot & 1);
-        for (int64_t d = 0; d < H; d++) values[2 * d] = v[d];
-      }
-    }
-  });
+    });
+  };
+  if (cos.scalar_type() == at::kFloat) all_rows(cos.const_data_ptr<float>(), sin.const_data_ptr<float>());
+  else all_rows(data_of(cos), data_of(sin));
   return out;
 }
 

@@ -28,6 +28,8 @@ typedef uint16_t bf16;
 constexpr int LANES = 16;
 constexpr float LOG2_E = 1.44269504f;
 
+inline float to_float(float x) { return x; }
+
 inline float to_float(bf16 x) {
   uint32_t bits = uint32_t(x) << 16;
   float f;

@@ -1,0 +1,220 @@
+"""Rotations of transformers' code that our kernels do instead: which, and that nothing else is taken for one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from model_bench import SMALL, Bench, engine_config, random_tokens, reference, save_model
+from test_transformers_models import CONFIGS
+from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from engine.models.rotation_probe import WatchedRotations
+from engine.models.scores import ROTATIONS, Rotation
+from engine.models.transformers_attention import PagedStep
+from engine.models.transformers_config import TransformersConfig
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+HALVES, SHORT, NEIGHBOURS, NEIGHBOURS_TWICE = ROTATIONS
+FURTHER: dict[str, Any] = {
+    "ernie4-5": lambda: transformers.Ernie4_5Config(**SMALL, head_dim=16),
+    "wide-cohere2": lambda: transformers.Cohere2Config(
+        **SMALL | {"hidden_size": 96}, logit_scale=0.25, sliding_window=8, pad_token_id=0
+    ),
+    "glm4": lambda: transformers.Glm4Config(**SMALL, head_dim=16, partial_rotary_factor=0.5, pad_token_id=0),
+    "helium": lambda: transformers.HeliumConfig(**SMALL, head_dim=8, pad_token_id=0),
+    "smollm3": lambda: transformers.SmolLM3Config(**SMALL, no_rope_layers=[1, 0, 1], pad_token_id=0),
+}  # fmt: skip
+EXPECTED: dict[str, list[Rotation | None]] = {
+    "cohere2": [NEIGHBOURS] * 3, "gemma3": [HALVES] * 3, "gemma4": [None] * 5, "glm4-moe": [HALVES] * 3,
+    "gpt-oss": [SHORT] * 3, "gpt2": [None] * 3, "phi": [None] * 3,
+    "ernie4-5": [NEIGHBOURS_TWICE] * 3, "glm4": [NEIGHBOURS_TWICE] * 3, "helium": [NEIGHBOURS_TWICE] * 3,
+    "smollm3": [HALVES, None, HALVES],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_which_rotations_families_have(name: str) -> None:
+    config = (CONFIGS | FURTHER)[name]()
+    names = {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]}
+    model = TransformersConfig.from_hf(config.to_dict() | names)
+    assert [module.rotation for module in model.attention] == EXPECTED[name]
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    model = save_model(FURTHER[name](), tmp_path)
+    bench = Bench(engine_config(tmp_path, model_impl="transformers"))
+    early, late = bench.sequence(random_tokens(13, seed=1)), bench.sequence(random_tokens(29, seed=2))
+    bench.logits((early, 12), (late, 20))
+    logits = bench.logits((early, 1), (late, 9))
+    assert logits is not None
+    torch.testing.assert_close(
+        logits, torch.stack([reference(model, seq.token_ids) for seq in (early, late)]), rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("name", ["cohere2", "glm4", "gpt-oss"])
+def test_their_own_function_is_not_called(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And stays as it is for others in the process."""
+    config = (CONFIGS | FURTHER)[name]()
+    save_model(config, tmp_path)
+    bench = Bench(engine_config(tmp_path, model_impl="transformers"))
+    module = getattr(transformers.models, config.model_type)
+    code = getattr(module, f"modeling_{config.model_type}")
+    calls: list[int] = []
+    theirs = code.apply_rotary_pos_emb
+    monkeypatch.setattr(code, "apply_rotary_pos_emb", lambda *args, **named: calls.append(1) or theirs(*args, **named))
+    bench.logits((bench.sequence(random_tokens(13, seed=1)), 13))
+    assert not calls
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]
+    getattr(transformers, kind)(config)(input_ids=torch.tensor([[1, 2, 3]]))
+    assert len(calls) == config.num_hidden_layers
+
+
+@pytest.mark.parametrize("name", ["ernie4-5", "glm4", "wide-cohere2"])
+def test_with_the_cpu_kernels(name: str, tmp_path: Path) -> None:
+    save_model((CONFIGS | FURTHER)[name](), tmp_path)
+    results = []
+    for backend, dtype in (("cpu", "bfloat16"), ("torch", "bfloat16"), ("torch", "float32")):
+        settings = {"model_impl": "transformers", "dtype": dtype, "block_size": 16, "attention_backend": backend}
+        bench = Bench(engine_config(tmp_path, **settings))
+        seq = bench.sequence(random_tokens(40, seed=4))
+        bench.logits((seq, 20))
+        logits = bench.logits((seq, 20))
+        assert logits is not None
+        results.append(logits.float())
+    ours, plain, exact = results
+    assert (ours - exact).norm() < 2 * (plain - exact).norm()
+    assert (ours - exact).norm() < 0.1 * exact.norm()
+
+
+# -- what else a module may do --------------------------------------------------------------------------------------
+
+
+def rotate_half(x: torch.Tensor) -> torch.Tensor:
+    x1, x2 = x.chunk(2, dim=-1)
+    return torch.cat((-x2, x1), dim=-1)
+
+
+def apply_rotary_pos_emb(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+
+
+usual = apply_rotary_pos_emb
+
+
+class Attending(nn.Module):
+    """q, k, cos, sin -> what it attends with."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        return q, k
+
+
+class Scaled(Attending):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        return q * 1.0, k
+
+
+class UsedElsewhere(Attending):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        self.gate = torch.sigmoid(input=q)
+        return q, k
+
+
+class Twice(Attending):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        self.other = apply_rotary_pos_emb(q, k, cos, sin)
+        return apply_rotary_pos_emb(q, k, cos, sin)
+
+
+class AlongAnotherDim(Attending):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        return apply_rotary_pos_emb(q, k, cos[:, :1], sin[:, :1], unsqueeze_dim=2)
+
+
+class Swapped(Attending):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        return k, q
+
+
+class ByFinerTables(Attending):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        return apply_rotary_pos_emb(q, k, cos.double(), sin.double())
+
+
+class ByTablesOfSequences(Attending):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        return apply_rotary_pos_emb(q, k, cos.repeat(2, 1, 1), sin.repeat(2, 1, 1))
+
+
+def in_another_direction(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    return usual(q, k, cos, -sin)
+
+
+def queries_only(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return usual(q, k, cos, sin)[0], k.clone()
+
+
+def scaled(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    q, k = usual(q, k, cos, sin)
+    return q * 1.01, k
+
+
+def failing(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    if q.device.type == "cpu":
+        raise RuntimeError("not without a GPU")
+    return usual(q, k, cos, sin)
+
+
+def watched(module: nn.Module) -> Rotation | None:
+    model = nn.ModuleDict({"attention": module})
+    rotations = WatchedRotations(model)
+    table = torch.ones(1, 5, 8, device="meta")
+    with rotations:
+        heads = (torch.empty(1, n, 5, 8, device="meta") for n in (4, 2))
+        q, k = model["attention"](*heads, table, table.clone())
+        rotations.attends("attention", q, k)
+    return rotations.of("attention")
+
+
+@pytest.mark.parametrize(
+    "kind", [Scaled, UsedElsewhere, Twice, AlongAnotherDim, Swapped, ByFinerTables, ByTablesOfSequences]
+)
+def test_only_what_goes_straight_to_attention_is_rotated_later(kind: type[nn.Module]) -> None:
+    assert watched(Attending()) == HALVES
+    assert watched(kind()) is None
+
+
+@pytest.mark.parametrize("function", [in_another_direction, queries_only, scaled, failing])
+def test_only_what_computes_the_same_is_rotated_later(
+    function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(Attending.forward.__globals__, "apply_rotary_pos_emb", function)
+    assert watched(Attending()) is None
+
+
+def test_queries_and_keys_that_are_not_those_that_were_to_be_rotated() -> None:
+    step, (q, k, cos, sin) = PagedStep(), (torch.ones(1, 1, 1, 8) for _ in range(4))
+    for wrong in ((k, k), (q, q)):
+        step.rotate_later(q, k, cos[0], sin[0])
+        with pytest.raises(AssertionError, match="another way"):
+            step.tables_for(HALVES, *wrong)
+    assert step.tables_for(HALVES, q, k)[1] == 8
+    with pytest.raises(ValueError, match="values to unpack"):
+        step.tables_for(HALVES, q, k)
