@@ -1,5 +1,5 @@
-"""A decoder's parts, computed by the CPU kernels. Call `load_cpu_kernels` first. bfloat16, except weights in int8 or
-int4.
+"""A decoder's parts, computed by the CPU kernels (products: cpu_products.py; experts: cpu_experts.py). Call
+`load_cpu_kernels` first. bfloat16, except weights in int8 or int4.
 
     Decoder(…, KERNEL_PARTS): each part computes what its base class does, to bfloat16's precision, and a token's
     numbers do not depend on what else the step computes. QUANTIZED_KERNEL_PARTS quantise the weights of layers'
@@ -10,128 +10,23 @@ Shapes: T tokens, D hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 
 from engine.attention.cpu_backend import CpuPlan
-from engine.int4_weight import Int4Weight
+from engine.kernels.cpu_experts import PanelExperts, PanelFourBitExperts
+from engine.kernels.cpu_products import PanelGatedLinear, PanelLinear, PanelLogits
 from engine.kernels.cpu_recurrent import CPU_OPS
 from engine.layers import Activation, CosSin, GatedLinear, Linear, RMSNorm
-from engine.models.expert_products import ExpertProducts, ExpertWeight
 from engine.models.feed_forward import GatedFeedForward
 from engine.models.head_attention import HeadAttention
 from engine.models.layer import DecoderLayer, Features, LayerStack, OnLayer, PlainLayers
 from engine.models.parts import Parts
 from engine.quantization import as_int8
-from engine.weight import Weight, as_int4, dequantized, joined
-
-LANES = 16
-PANEL = 2 * LANES
-"""Outputs whose weights are stored together (source/matmul.h)."""
-
-
-class PanelLinear(Linear):
-    """Stores the weight only in panels."""
-
-    added: Any = None
-    """What adapters add: see cpu_adapters.py."""
-
-    def __init__(self, weight: Weight, bias: torch.Tensor | None = None) -> None:
-        self.num_outputs = len(weight)
-        self.panels, self.scale = in_panels(weight)
-        self.bias = None if bias is None else F.pad(bias, (0, -len(bias) % PANEL))
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.tandem_cpu.linear(x, self.panels, self.scale, self.bias, self.num_outputs)
-        return y
-
-
-def in_panels(weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Pack a weight [N, K] in bfloat16, int4, or int8 with a scale per output. Returns its panels, and for int8 the
-    scales in float32."""
-    if isinstance(weight, torch.Tensor):
-        return torch.ops.tandem_cpu.pack_weight(weight), None
-    if isinstance(weight, Int4Weight):
-        return torch.ops.tandem_cpu.pack_int4(weight.packed, weight.scale, weight.offset), None
-    assert weight.weight.dtype == torch.int8
-    assert not weight.has_groups
-    scale_N = weight.scale[:, 0].float()
-    return torch.ops.tandem_cpu.pack_weight(weight.weight.contiguous()), F.pad(scale_N, (0, -len(scale_N) % PANEL))
-
-
-class PanelLogits(PanelLinear):
-    """[T, in] -> [T, out] in float32. Without a bias."""
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        assert self.scale is None
-        y: torch.Tensor = torch.ops.tandem_cpu.linear_float(x, self.panels, self.num_outputs)
-        return y
-
-
-class PanelGatedLinear(GatedLinear):
-    """Each panel holds 16 outputs of the gate and the same 16 outputs of `up`, so that the gate is applied at once."""
-
-    added: Any = None
-
-    def __init__(
-        self,
-        gate: Weight,
-        up: Weight,
-        gate_bias: torch.Tensor | None,
-        up_bias: torch.Tensor | None,
-        activation: Activation = "silu",
-    ) -> None:
-        self.num_outputs = len(gate)
-        self.is_gelu = activation == "gelu_tanh"
-        self.panels, self.scale = in_panels(joined((gate, up), _side_by_side))
-        self.bias = None if gate_bias is None or up_bias is None else _side_by_side([gate_bias, up_bias])
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.tandem_cpu.gated_linear(
-            x, self.panels, self.scale, self.bias, self.num_outputs, self.is_gelu
-        )
-        return y
-
-
-def _side_by_side(gate_and_up: list[torch.Tensor]) -> torch.Tensor:
-    """[N, ...] twice -> [2 * N, ...], alternately 16 of one and 16 of the other; N is padded with zeros to 16."""
-    missing = -len(gate_and_up[0]) % LANES
-    padded = (torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) for x in gate_and_up)
-    sixteens = [x.view(-1, LANES, *x.shape[1:]) for x in padded]
-    return torch.stack(sixteens, dim=1).flatten(0, 2)
-
-
-def _of_even_size(weight: ExpertWeight) -> ExpertWeight:
-    """Pad an odd intermediate size with zeros, since products read inputs in pairs. The result is the same."""
-    gate, up, down = weight
-    if len(gate) % 2 == 0:
-        return weight
-    gate, up = (F.pad(dequantized(each), (0, 0, 0, 1)) for each in (gate, up))
-    return gate, up, F.pad(dequantized(down), (0, 1))
-
-
-class PanelExperts(ExpertProducts):
-    """Computes one expert after the other; each reads its weights once for all its rows."""
-
-    reads_back = True
-
-    def __init__(self, weights: Iterable[ExpertWeight], activation: Activation = "silu") -> None:
-        self._experts = [
-            (PanelGatedLinear(gate, up, None, None, activation), PanelLinear(down))
-            for gate, up, down in map(_of_even_size, weights)
-        ]
-
-    def __call__(self, x_RD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        y_RD = torch.empty_like(x_RD)
-        for (gated, down), (start, end) in zip(self._experts, pairwise([0, *ends_E.tolist()]), strict=True):
-            if start < end:
-                y_RD[start:end] = down(gated(x_RD[start:end]))
-        return y_RD
+from engine.weight import Weight, as_int4
 
 
 class KernelRMSNorm(RMSNorm):
@@ -225,6 +120,7 @@ KERNEL_PARTS = Parts(
     fastest_stack,
     expert_scores=PanelLogits,
     each_expert=PanelExperts,
+    four_bit_experts=PanelFourBitExperts,
     recurrent_ops=CPU_OPS,
 )
 

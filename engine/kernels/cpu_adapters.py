@@ -18,7 +18,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from engine.kernels.cpu import LANES, PANEL, PanelGatedLinear, PanelLinear, fastest_stack
+from engine.kernels.cpu import fastest_stack
+from engine.kernels.cpu_products import LANES, PANEL, PanelGatedLinear, PanelLinear
 from engine.layers import GatedLinear, Linear, MakeLinear
 from engine.lora.adapters import NO_ROOM, AdapterIds, Adapters, Added, AddedPart
 from engine.lora.modules import LoRAModule, LoRARoom

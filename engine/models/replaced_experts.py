@@ -24,6 +24,7 @@ from engine.models.expert_products import ExpertProducts, ExpertWeight, stack_of
 from engine.models.experts import ChosenExperts
 from engine.models.gated_modules import activation_in
 from engine.models.parts import Parts
+from engine.models.transformers_experts import FourBitExperts
 from engine.quantization import as_float8, as_int8
 from engine.weight import Weight, as_int4, stacked
 
@@ -51,11 +52,13 @@ class ScoresWeight(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         weight = next((each for each in args if isinstance(each, ScoresWeight)), None)
-        if func is F.linear and len(args) == 2 and args[1] is weight and not kwargs:
+        if func is F.linear and len(args) in (2, 3) and args[1] is weight and not kwargs:
             x = args[0].to(torch.bfloat16)
             # Some modules widen a token and the weight first.
             if x.dtype == args[0].dtype or torch.equal(x.to(args[0].dtype), args[0]):
                 y_TE = weight.product(x.reshape(-1, x.shape[-1]).contiguous())
+                if len(args) == 3 and args[2] is not None:
+                    y_TE = y_TE + args[2]
                 return y_TE.to(args[0].dtype).view(*x.shape[:-1], -1)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
@@ -128,15 +131,19 @@ def replace_experts(
             chosen = ChosenExperts(products, parts.sum_of_experts, sizes.num_experts, torch.device(device))
             causal_lm.set_submodule(path, ReplacedExperts(chosen, sizes.num_experts))
             if parts.each_expert is not None:
-                _replace_scores(causal_lm.get_submodule(path.rpartition(".")[0]), sizes, parts)
+                _replace_scores(causal_lm, path, sizes.num_experts, sizes.hidden_size, parts)
     assert not stored
+    if parts.each_expert is not None:
+        for path, module in list(causal_lm.named_modules()):
+            if isinstance(module, FourBitExperts):
+                _replace_scores(causal_lm, path, module.num_experts, module.hidden_size, parts)
 
 
-def _replace_scores(beside: nn.Module, sizes: ExpertSizes, parts: Parts) -> None:
-    """Let our product compute the scores of experts, in a module of their layer."""
-    for module in beside.children():
+def _replace_scores(causal_lm: nn.Module, path: str, num_experts: int, hidden_size: int, parts: Parts) -> None:
+    """Let our product compute the scores of the experts at `path`, in a module beside them."""
+    for module in causal_lm.get_submodule(path.rpartition(".")[0]).children():
         weight_ED = module._parameters.get("weight")
-        is_of_scores = weight_ED is not None and weight_ED.shape == (sizes.num_experts, sizes.hidden_size)
+        is_of_scores = weight_ED is not None and weight_ED.shape == (num_experts, hidden_size)
         if weight_ED is None or not is_of_scores or weight_ED.dtype != torch.bfloat16 or isinstance(module, nn.Linear):
             continue
         del module._parameters["weight"]

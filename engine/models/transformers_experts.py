@@ -30,6 +30,7 @@ class FourBitExperts(nn.Module):
         """`like`: the experts to replace; gives the sizes and the biases."""
         super().__init__()
         E, D, X = like.gate_up_proj.shape
+        self.num_experts, self.hidden_size = E, D
         device = like.gate_up_proj.device
         self._gate = ClampedGate(alpha=like.alpha, limit=like.limit)
         self.gate_up_proj_blocks, self.gate_up_proj_scales = _without_numbers(E, X, D, device)
@@ -38,12 +39,13 @@ class FourBitExperts(nn.Module):
         self._experts: ChosenExperts | None = None
 
     def compute_by(self, parts: Parts) -> None:
-        """Build the products with `parts`. Call it once the weights are loaded."""
+        """Build the products with `parts`, which keep the weights. Call it once these are loaded."""
         assert parts.four_bit_experts is not None
         gate_up = _stack(self.gate_up_proj_blocks, self.gate_up_proj_scales, self.gate_up_proj_bias)
         down = _stack(self.down_proj_blocks, self.down_proj_scales, self.down_proj_bias)
         products = parts.four_bit_experts(gate_up, down, self._gate)
         self._experts = ChosenExperts(products, parts.sum_of_experts, len(down.bias), down.bias.device)
+        self._parameters.clear()
 
     def make_up_weights(self) -> None:
         """Fill in random weights of about 0.02, like transformers' initial weights, from torch's generator."""

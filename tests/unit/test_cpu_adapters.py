@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from engine.kernels.cpu import PanelGatedLinear, PanelLinear
 from engine.kernels.cpu_adapters import (
     AdaptedPanelGatedLinear,
     AdaptedPanelLinear,
     PanelAdapters,
 )
+from engine.kernels.cpu_products import PanelGatedLinear, PanelLinear
 from engine.lora.adapters import AddedPart
 
 BFLOAT16 = torch.bfloat16

@@ -10,8 +10,10 @@ import torch
 from torch.nn.functional import linear, silu
 
 from engine.int4_weight import Int4Weight
-from engine.kernels.cpu import QUANTIZED_KERNEL_PARTS, PanelExperts, PanelGatedLinear, PanelLinear
+from engine.kernels.cpu import QUANTIZED_KERNEL_PARTS
 from engine.kernels.cpu_adapters import AdaptedPanelLinear, PanelAdapters
+from engine.kernels.cpu_experts import PanelExperts
+from engine.kernels.cpu_products import PanelGatedLinear, PanelLinear
 from engine.lora.adapters import AddedPart
 from engine.weight import as_int4
 

@@ -11,13 +11,9 @@ import pytest
 import torch
 from torch.nn.functional import linear, silu
 
-from engine.kernels.cpu import (
-    PANEL,
-    QUANTIZED_KERNEL_PARTS,
-    PanelGatedLinear,
-    PanelLinear,
-)
+from engine.kernels.cpu import QUANTIZED_KERNEL_PARTS
 from engine.kernels.cpu_adapters import AdaptedPanelLinear, PanelAdapters
+from engine.kernels.cpu_products import PANEL, PanelGatedLinear, PanelLinear
 from engine.lora.adapters import AddedPart
 from engine.quantization import quantize_int8
 from engine.scaled_weight import ScaledWeight
@@ -149,7 +145,7 @@ def test_a_gate_that_is_not_in_8_bits_beside_one_that_is(which: int) -> None:
         (lambda panels, scale: (panels, None), "scale: for a weight of int8, and for no other"),
         (lambda panels, scale: (panels.to(BFLOAT16), scale), "scale: for a weight of int8, and for no other"),
         (lambda panels, scale: (panels, scale[:PANEL]), "scale: one number an output of a panel"),
-        (lambda panels, scale: (panels.short(), None), "panels of bfloat16, int8 or int4"),
+        (lambda panels, scale: (panels.short(), None), "panels of bfloat16, int8, int4 or MXFP4"),
     ],
 )
 def test_what_does_not_fit_is_refused(change: Callable[..., Any], why: str) -> None:

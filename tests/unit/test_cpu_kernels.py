@@ -10,7 +10,7 @@ import torch
 from attention_cases import LENS, QKV, Case
 
 from engine.attention.cpu_backend import CpuAttention
-from engine.kernels.cpu import PanelGatedLinear, PanelLinear, PanelLogits
+from engine.kernels.cpu_products import PanelGatedLinear, PanelLinear, PanelLogits
 from engine.layers import ACTIVATIONS, Activation, GatedLinear, HeadProjection, Linear, RMSNorm, RotaryEmbedding
 from engine.models.rope_config import RopeConfig
 

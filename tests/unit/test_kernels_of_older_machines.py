@@ -56,7 +56,7 @@ torch.set_num_threads(1)
 make = Linear
 if sys.argv[1] == "ours":
     load_cpu_kernels()
-    from engine.kernels.cpu import PanelLinear as make
+    from engine.kernels.cpu_products import PanelLinear as make
 num_rows = int(sys.argv[2])
 product, x = make(torch.randn(3072, 576).bfloat16()), torch.randn(num_rows, 576).bfloat16()
 times = []

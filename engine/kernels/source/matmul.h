@@ -102,12 +102,11 @@ at::Tensor linear_float(const at::Tensor& x, const at::Tensor& weight, int64_t n
   return out;
 }
 
-// gate / (1 + exp(-at)), times up. SiLU: at = gate.
-inline Sums multiply_gated(Sums gate, Sums at, Sums up) {
+// x / (1 + exp(-at))
+inline Sums times_sigmoid(Sums x, Sums at) {
   Sums shrinking = exp_of(at < 0.0f ? at : -at);  // exp(-|at|)
   Sums at_low = at < -87.0f ? Sums{} : shrinking;
-  Sums activated = gate * (at < 0.0f ? at_low : broadcast(1.0f)) / (1.0f + shrinking);
-  return rounded(activated) * up;
+  return x * (at < 0.0f ? at_low : broadcast(1.0f)) / (1.0f + shrinking);
 }
 
 // Where GELU takes its sigmoid, in the approximation by tanh: D. Hendrycks, K. Gimpel, "Gaussian Error Linear Units",
@@ -118,10 +117,12 @@ inline Sums gelu_at(Sums gate) {
   return low > 100.0f ? broadcast(100.0f) : low;
 }
 
-// silu(x @ gate.T) * (x @ up.T), or GELU. Each panel holds 16 outputs of the gate and the corresponding 16 of `up`.
-at::Tensor gated_linear_ahead(
+// activate(x @ gate.T, x @ up.T), both rounded to bfloat16. Each panel holds 16 outputs of the gate and the corresponding
+// 16 of `up`.
+template <class Activate>
+at::Tensor activated_linear(
     const at::Tensor& x, const at::Tensor& weight, const OfOutputs& scale, const OfOutputs& bias, int64_t num_outputs,
-    bool is_gelu, ReadAhead* ahead, const AddedProduct* added = nullptr, const AdapterRows* rows = nullptr) {
+    ReadAhead* ahead, const AddedProduct* added, const AdapterRows* rows, const Activate& activate) {
   check_product(x, weight, scale, bias);
   TORCH_CHECK((num_outputs + LANES - 1) / LANES == weight.size(0), "num_outputs must end in the last panel");
   check_added(added, weight);
@@ -137,12 +138,31 @@ at::Tensor gated_linear_ahead(
     bf16* y = left < LANES ? of_last : to + row * num_outputs + at;
     for (int i = 0; i < LANES; i += REGISTER) {
       const float* both = reinterpret_cast<const float*>(sums) + i;
-      Sums gate = rounded(load<Sums>(both));
-      store_bf16(y + i, multiply_gated(gate, is_gelu ? gelu_at(gate) : gate, rounded(load<Sums>(both + LANES))));
+      store_bf16(y + i, activate(rounded(load<Sums>(both)), rounded(load<Sums>(both + LANES))));
     }
     if (left < LANES) std::memcpy(to + row * num_outputs + at, y, left * sizeof(bf16));
   });
   return out;
+}
+
+// silu(x @ gate.T) * (x @ up.T), or GELU.
+at::Tensor gated_linear_ahead(
+    const at::Tensor& x, const at::Tensor& weight, const OfOutputs& scale, const OfOutputs& bias, int64_t num_outputs,
+    bool is_gelu, ReadAhead* ahead, const AddedProduct* added = nullptr, const AdapterRows* rows = nullptr) {
+  return activated_linear(x, weight, scale, bias, num_outputs, ahead, added, rows, [is_gelu](Sums gate, Sums up) {
+    return rounded(times_sigmoid(gate, is_gelu ? gelu_at(gate) : gate)) * up;  // SiLU takes it at the gate itself
+  });
+}
+
+// gpt-oss' gate: gate * sigmoid(alpha * gate) * (up + 1), both clamped (engine/models/four_bit_experts.py).
+at::Tensor clamped_gated_linear(
+    const at::Tensor& x, const at::Tensor& weight, const OfOutputs& bias, int64_t num_outputs, double alpha, double limit) {
+  const Sums most = broadcast(float(limit)), factor = broadcast(float(alpha));
+  return activated_linear(x, weight, std::nullopt, bias, num_outputs, nullptr, nullptr, nullptr, [&](Sums gate, Sums up) {
+    gate = gate > most ? most : gate;
+    up = up > most ? most : up < -most ? -most : up;
+    return times_sigmoid(gate, factor * gate) * (up + 1.0f);
+  });
 }
 
 at::Tensor gated_linear(

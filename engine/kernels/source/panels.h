@@ -2,10 +2,10 @@
 // zeros. One vector operation multiplies a pair of inputs by 16 outputs; 16 such pairs form a tile of the matrix unit;
 // a panel is read sequentially.
 //
-// Weights are bfloat16, or 8-bit integers, which are half the bytes to read, or 4-bit integers (int4.h). The first rows
-// that are multiplied by a panel of integers convert it to bfloat16 on the way, and later rows use the result. Sums of
-// 8-bit weights are then multiplied by one scale for each output; 4-bit weights are converted to their actual values at
-// once.
+// Weights are bfloat16, or 8-bit integers, which are half the bytes to read, or in 4 bits: integers (int4.h) or MXFP4
+// (mxfp4.h). The first rows that are multiplied by a panel of such numbers convert it to bfloat16 on the way, and later
+// rows use the result. Sums of 8-bit weights are then multiplied by one scale for each output; 4-bit weights are
+// converted to their actual values at once.
 #pragma once
 
 #include <optional>
@@ -13,11 +13,13 @@
 
 #include "huge_pages.h"
 #include "int4.h"
+#include "mxfp4.h"
 #include "vectors.h"
 
 namespace tandem {
 
 constexpr int64_t PANEL = 2 * LANES;
+static_assert(INT4_STEP_PAIRS == MXFP4_PAIRS, "weights in 4 bits are read in steps of one size");
 
 // Rearranges [N, K] into panels of the same numbers.
 at::Tensor pack_weight(const at::Tensor& weight) {
@@ -47,7 +49,7 @@ at::Tensor pack_weight(const at::Tensor& weight) {
   return out;
 }
 
-enum class Form { BFLOAT16, INT8, INT4 };
+enum class Form { BFLOAT16, INT8, INT4, MXFP4 };
 
 // View of a weight in panels. Does not own it.
 struct Panels {
@@ -59,10 +61,13 @@ struct Panels {
     TORCH_CHECK(weight.dim() == (form == Form::INT4 ? 3 : 4) && weight.is_contiguous(), "weight in panels");
     if (form == Form::INT4) {
       group_bytes_ = weight.size(2), pairs_of_group_ = (group_bytes_ - INT4_HEAD_BYTES) / INT4_PAIR_BYTES;
-      pairs = weight.size(1) * pairs_of_group_;
+    } else if (form == Form::MXFP4) {
+      group_bytes_ = MXFP4_GROUP_BYTES, pairs_of_group_ = MXFP4_PAIRS;
+      TORCH_CHECK(weight.size(2) * weight.size(3) == MXFP4_GROUP_BYTES, "weight in panels of MXFP4");
     } else {
-      pairs = weight.size(1), pairs_of_group_ = 1, group_bytes_ = form == Form::INT8 ? PANEL * 2 : PANEL * 4;
+      pairs_of_group_ = 1, group_bytes_ = form == Form::INT8 ? PANEL * 2 : PANEL * 4;
     }
+    pairs = weight.size(1) * pairs_of_group_;
     panel_bytes_ = pairs / pairs_of_group_ * group_bytes_;
   }
 
@@ -80,8 +85,9 @@ struct Panels {
  private:
   static Form form_of(const at::Tensor& weight) {
     const auto type = weight.scalar_type();
-    TORCH_CHECK(type == at::kBFloat16 || type == at::kChar || type == at::kByte, "weight: panels of bfloat16, int8 or int4");
-    return type == at::kBFloat16 ? Form::BFLOAT16 : type == at::kChar ? Form::INT8 : Form::INT4;
+    TORCH_CHECK(type == at::kBFloat16 || type == at::kChar || type == at::kByte, "weight: panels of bfloat16, int8, int4 or MXFP4");
+    if (type == at::kByte) return weight.dim() == 3 ? Form::INT4 : Form::MXFP4;
+    return type == at::kBFloat16 ? Form::BFLOAT16 : Form::INT8;
   }
 
   const char* bytes_;
@@ -102,7 +108,7 @@ struct PairsOfPanel {
       : form_(weight.form), narrow_(weight.at(panel, first)), group_bytes_(weight.group_bytes()) {
     wide = reinterpret_cast<const uint32_t*>(narrow_);
     if (form_ == Form::BFLOAT16) return;
-    if (form_ == Form::INT4) {
+    if (form_ == Form::INT4 || form_ == Form::MXFP4) {
       of_step = INT4_STEP_PAIRS, steps_of_group_ = weight.pairs_of_group() / INT4_STEP_PAIRS;
       first_step_ = first % weight.pairs_of_group() / INT4_STEP_PAIRS;
     }
@@ -119,7 +125,9 @@ struct PairsOfPanel {
     using One = std::integral_constant<int64_t, 1>;
     if (!is_narrow) return work([from = wide](int64_t first, int64_t) { return from + first * PANEL; }, One());
     if (form_ == Form::INT8) return work(of_int8(), One());
-    work(of_int4(), std::integral_constant<int64_t, INT4_STEP_PAIRS>());
+    using Step = std::integral_constant<int64_t, INT4_STEP_PAIRS>;
+    if (form_ == Form::INT4) return work(of_int4(), Step());
+    work(of_mxfp4(), Step());
   }
 
  private:
@@ -139,6 +147,16 @@ struct PairsOfPanel {
       uint32_t* found = to + (keeps ? first * PANEL : 0);
       widen_int4(group, step, reinterpret_cast<bf16*>(found));
       if (++step == steps_of_group) step = 0, group += group_bytes;
+      return found;
+    };
+  }
+
+  // Likewise. A step is a group.
+  auto of_mxfp4() const {
+    return [to = const_cast<uint32_t*>(wide), group = narrow_, keeps = is_kept](int64_t first, int64_t) mutable -> const uint32_t* {
+      uint32_t* found = to + (keeps ? first * PANEL : 0);
+      widen_mxfp4(group, reinterpret_cast<bf16*>(found));
+      group += MXFP4_GROUP_BYTES;
       return found;
     };
   }

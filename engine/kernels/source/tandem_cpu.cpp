@@ -7,7 +7,7 @@
 //              <-  rows.h, attention.h                                                          <-
 //              <-  filters.h  <-  sampling.h; recurrent.h  <-  delta.h, scan.h                                <-
 //   attention_pairs.h, attention_tiles.h  <-  attention.h; tiles.h  <-  product_tiles.h, attention_tiles.h
-//   read_ahead.h  <-  product_pairs.h, layers.h; huge_pages.h  <-  int4.h  <-  panels.h
+//   read_ahead.h  <-  product_pairs.h, layers.h; huge_pages.h  <-  int4.h, mxfp4.h  <-  panels.h
 
 #include <torch/library.h>
 
@@ -73,11 +73,15 @@ TORCH_LIBRARY(tandem_cpu, m) {
       .def("forward", &DecoderLayers::forward);
   m.def("pack_weight(Tensor weight) -> Tensor", &pack_weight);
   m.def("pack_int4(Tensor packed, Tensor scale, Tensor offset) -> Tensor", &pack_int4);
+  m.def("pack_mxfp4(Tensor pairs, Tensor exponents) -> Tensor", &pack_mxfp4);
   m.def("linear(Tensor x, Tensor weight, Tensor? scale, Tensor? bias, int num_outputs) -> Tensor", &linear);
   m.def("linear_float(Tensor x, Tensor weight, int num_outputs) -> Tensor", &linear_float);
   m.def(
       "gated_linear(Tensor x, Tensor weight, Tensor? scale, Tensor? bias, int num_outputs, bool is_gelu=False) -> Tensor",
       &gated_linear);
+  m.def(
+      "clamped_gated_linear(Tensor x, Tensor weight, Tensor? bias, int num_outputs, float alpha, float limit) -> Tensor",
+      &clamped_gated_linear);
   m.def("add_rms_norm(Tensor(a!) x, Tensor? delta, Tensor weight, float eps) -> Tensor", &add_rms_norm);
   m.def(
       "rotate_and_store(Tensor qkv, Tensor cos, Tensor sin, Tensor? q_norm, Tensor? k_norm, float eps, Tensor(a!) kv, "
