@@ -112,7 +112,7 @@ def _load_transformers_model(
     )
     replace_experts(causal_lm, parts, config.model.quantization, kept.experts, config.device.device)
     replace_products(causal_lm, products, kept.products, config.device.device)
-    replace_norms(causal_lm, parts.rms_norm)
+    replace_norms(causal_lm, parts.rms_norm, TORCH_DTYPES[config.model.dtype])
     if share is not None:
         share.sum_experts(causal_lm)
     return TransformersModel(shape, causal_lm, backend, parts, _states_of(config, shape), share)
