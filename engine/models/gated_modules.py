@@ -7,15 +7,21 @@ an f that our parts have, `gate` and `up` may become one product of ours.
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from engine.layers import ACTIVATIONS, Activation
 
 GATE, UP, DOWN = "gate_proj", "up_proj", "down_proj"
-NUM_INPUTS, NUM_OUTPUTS = 8, 16
+SIZE = 16
+SIZES_OF_ROWS = (0.1, 1.0, 5.0, 30.0, 1e3, 1e6)
+"""A limit of what is given to the activation, or of what is multiplied, shows in numbers beyond it alone."""
+ROWS_OF_SIZE = 8
+ROUNDING = 1e-6
 
 
 def activation_of(module: nn.Module) -> Activation | None:
@@ -25,19 +31,25 @@ def activation_of(module: nn.Module) -> Activation | None:
     has_own = len(children) > 1 or len(list(module.parameters(recurse=False))) > 0
     if has_own or any(type(layer) is not nn.Linear for layer in layers):
         return None
+    if len(inspect.signature(module.forward).parameters) != 1:
+        return None
     tried: Any = copy.copy(module)
     generator = torch.Generator().manual_seed(1)
-    gate, up = (_linear(NUM_OUTPUTS, NUM_INPUTS, generator) for _ in range(2))
-    down = _linear(NUM_INPUTS, NUM_OUTPUTS, generator)
+    gate, up, down = (_linear(generator) for _ in layers)
+    down.weight.data = down.weight.data.diag().diag()  # each product shows, however large others are
     tried._modules = module._modules | {GATE: gate, UP: up, DOWN: down}
-    x_1TD = torch.randn(1, 5, NUM_INPUTS, generator=generator)
+    sizes_T = torch.tensor(SIZES_OF_ROWS, device="cpu").repeat_interleave(ROWS_OF_SIZE)
+    x_1TD = torch.randn(1, len(sizes_T), SIZE, generator=generator) * sizes_T[:, None]
     try:
         found = tried(x_1TD)
     except Exception:  # its code may raise anything with layers of another size
         return None
+    g, u = gate(x_1TD), up(x_1TD)
+    tolerance = ROUNDING * F.linear((g * u).abs(), down.weight.abs(), down.bias.abs())
     for activation, of in ACTIVATIONS.items():
-        expected = down(of(gate(x_1TD)) * up(x_1TD))
-        if isinstance(found, torch.Tensor) and found.shape == expected.shape and torch.allclose(found, expected, 1e-5):
+        expected = down(of(g) * u)
+        is_alike = isinstance(found, torch.Tensor) and found.shape == expected.shape
+        if is_alike and bool(((found - expected).abs() <= tolerance).all()):
             return activation
     return None
 
@@ -47,15 +59,16 @@ def activation_in(function: Any) -> Activation | None:
     has_weights = isinstance(function, nn.Module) and len(list(function.parameters())) > 0
     if not callable(function) or has_weights:  # weights may be on torch's meta device
         return None
-    x = torch.linspace(-12.0, 12.0, 241, device="cpu")
+    far = torch.logspace(1.0, 6.0, 51, device="cpu")
+    x = torch.cat((torch.linspace(-12.0, 12.0, 241, device="cpu"), far, -far))
     for activation, of in ACTIVATIONS.items():
         if torch.allclose(function(x), of(x), rtol=1e-5, atol=1e-6):
             return activation
     return None
 
 
-def _linear(outputs: int, inputs: int, generator: torch.Generator) -> nn.Linear:
-    linear = nn.Linear(inputs, outputs, dtype=torch.float32, device="cpu")
+def _linear(generator: torch.Generator) -> nn.Linear:
+    linear = nn.Linear(SIZE, SIZE, dtype=torch.float32, device="cpu")
     for parameter in linear.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator)
     return linear.requires_grad_(False)

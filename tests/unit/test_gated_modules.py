@@ -11,6 +11,7 @@ import transformers
 from model_bench import Bench, engine_config, random_tokens, save_model
 from test_transformers_models import CONFIGS
 from torch import nn
+from transformers.activations import ACT2FN
 
 from engine.models.gated_modules import activation_in, activation_of
 from engine.models.product_modules import GatedProducts
@@ -70,6 +71,31 @@ class Scaled(FeedForward):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x) * 1.001)
 
 
+class Limited(FeedForward):
+    """DeepSeek V4's limit is 10, Step 3.7's 16; the latter's is of what the activation yields."""
+
+    def __init__(self, most: float, *, is_before: bool = True) -> None:
+        super().__init__()
+        self.most, self.is_before = most, is_before
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_proj(x), self.up_proj(x).clamp(min=-self.most, max=self.most)
+        gate = self.act_fn(gate.clamp(max=self.most)) if self.is_before else self.act_fn(gate).clamp(max=self.most)
+        return self.down_proj(gate * up)
+
+
+class LimitedFromBelow(FeedForward):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x).clamp(min=-10.0)) * self.up_proj(x))
+
+
+class WithAnOption(FeedForward):
+    """Its caller may give what ours does not take."""
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return super().forward(x) * scale
+
+
 class OfASize(FeedForward):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.view(-1, 32))
@@ -85,6 +111,17 @@ class OfASize(FeedForward):
         (OtherWayRound(), None),
         (WithNorm(), None),
         (Scaled(), None),
+        (Limited(10.0), None),
+        (Limited(16.0, is_before=False), None),
+        (Limited(500.0), None),
+        (LimitedFromBelow(), None),
+        (WithAnOption(), None),
+        (FeedForward(ACT2FN["gelu_new"]), "gelu_tanh"),
+        (FeedForward(ACT2FN["gelu_accurate"]), "gelu_tanh"),
+        (FeedForward(ACT2FN["gelu_fast"]), "gelu_tanh"),
+        (FeedForward(ACT2FN["gelu_10"]), None),
+        (FeedForward(ACT2FN["quick_gelu"]), None),
+        (FeedForward(ACT2FN["mish"]), None),
         (OfASize(), None),
         (nn.Linear(3, 4), None),
     ],
@@ -103,8 +140,10 @@ def test_only_what_computes_the_same_is_joined(module: nn.Module, expected: str 
         (nn.GELU(), None),
         (nn.PReLU(device="meta"), None),
         (None, None),
+        (ACT2FN["gelu_new"], "gelu_tanh"),
+        (lambda gate: nn.functional.silu(gate).clamp(max=500.0), None),
     ],
-    ids=["silu", "a function", "gelu by tanh", "gelu", "with weights", "none"],
+    ids=["silu", "a function", "gelu by tanh", "gelu", "with weights", "none", "gelu by its formula", "limited"],
 )
 def test_activations_of_experts(function: object, expected: str | None) -> None:
     assert activation_in(function) == expected
