@@ -86,7 +86,20 @@ class Limited(FeedForward):
 
 class LimitedFromBelow(FeedForward):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(x).clamp(min=-10.0)) * self.up_proj(x))
+        return self.down_proj(self.act_fn(self.gate_proj(x).clamp(min=-12.0)) * self.up_proj(x))
+
+
+class OtherLinear(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+class OfOtherLinears(FeedForward):
+    """What its layers compute is not in what it computes with others in their place."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        setattr(self, name, OtherLinear(32, 48))
 
 
 class WithAnOption(FeedForward):
@@ -115,6 +128,8 @@ class OfASize(FeedForward):
         (Limited(16.0, is_before=False), None),
         (Limited(500.0), None),
         (LimitedFromBelow(), None),
+        (OfOtherLinears("gate_proj"), None),
+        (OfOtherLinears("up_proj"), None),
         (WithAnOption(), None),
         (FeedForward(ACT2FN["gelu_new"]), "gelu_tanh"),
         (FeedForward(ACT2FN["gelu_accurate"]), "gelu_tanh"),
