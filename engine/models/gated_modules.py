@@ -36,7 +36,6 @@ def activation_of(module: nn.Module) -> Activation | None:
     tried: Any = copy.copy(module)
     generator = torch.Generator().manual_seed(1)
     gate, up, down = (_linear(generator) for _ in layers)
-    down.weight.data = down.weight.data.diag().diag()  # each product shows, however large others are
     tried._modules = module._modules | {GATE: gate, UP: up, DOWN: down}
     sizes_T = torch.tensor(SIZES_OF_ROWS, device="cpu").repeat_interleave(ROWS_OF_SIZE)
     x_1TD = torch.randn(1, len(sizes_T), SIZE, generator=generator) * sizes_T[:, None]

@@ -22,6 +22,7 @@ from engine.models.product_probe import WatchedProducts
 from engine.models.recurrent_layers import siblings_in
 from engine.models.transformers_config import TransformersConfig
 from engine.models.transformers_products import OurProducts, replace_products
+from engine.quantization import as_int8
 from engine.weight import as_int4
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -164,6 +165,75 @@ def test_those_that_differ_in_form_bias_or_parts_stay_apart() -> None:
     widening = replace(PARTS, linear=lambda weight, bias=None: OtherLinear(weight.dequantized().float(), bias))
     ours = OurProducts(lambda *_: PARTS, widening, Linear, siblings=siblings)
     assert joined(ours, narrow, {"b": kept}) == ["a", "c"]
+
+
+def test_those_of_two_forms_in_8_or_4_bits_stay_apart() -> None:
+    """One part takes both."""
+    layers = Layers(all_three)
+    layers.a, layers.b, layers.c = (nn.Linear(32, size) for size in (16, 32, 16))
+    stored = {
+        name: quantise(getattr(layers, name).weight.data.bfloat16())
+        for name, quantise in (("a", as_int4), ("b", as_int8), ("c", as_int4))
+    }
+    widening = replace(PARTS, linear=lambda weight, bias=None: OtherLinear(weight.dequantized().float(), bias))
+    ours = OurProducts(lambda *_: PARTS, widening, Linear, siblings=(("a", "b", "c"),))
+    assert joined(ours, layers, stored) == ["a", "c"]
+
+
+def test_those_in_another_dtype_than_the_models_or_of_an_odd_size_stay_as_they_are() -> None:
+    ours = OurProducts(lambda *_: PARTS, PARTS, Linear, siblings=(("a", "b", "c"),))
+    layers = Layers(all_three)
+    layers.a.double()
+    layers.c.double()
+    assert joined(ours, layers) == []
+    assert isinstance(layers.a, nn.Linear)
+    odd = Layers(all_three)
+    odd.a, odd.b, odd.c = (nn.Linear(7, size) for size in (16, 32, 16))
+    assert joined(ours, odd) == []
+
+
+def test_one_that_adapters_may_change_and_one_that_they_may_not_stay_apart() -> None:
+    class NoAdapters:
+        def adapt(self, linear: Linear, outputs: dict[str, int], _inputs: int) -> Linear:
+            assert "b" not in outputs
+            return linear
+
+        def check_all_taken(self) -> None:
+            pass
+
+    adapters: Any = NoAdapters()
+    ours = OurProducts(lambda *_: PARTS, PARTS, Linear, adapters, frozenset({"a", "c"}), siblings=(("a", "b", "c"),))
+    assert joined(ours, Layers(all_three)) == ["a", "c"]
+
+
+def test_those_whose_inputs_ranks_share_stay_apart() -> None:
+    """What each rank computes of them has to be added up."""
+
+    class HalfOfTheInputs:
+        def is_cut(self, name: str) -> bool:
+            return name in "ac"
+
+        def is_gathered(self, _name: str) -> bool:
+            return False
+
+        def own_size(self, name: str, size: tuple[int, int]) -> tuple[int, int]:
+            return (size[0], size[1] // 2) if self.is_cut(name) else size
+
+        def weight(self, name: str, weight: torch.Tensor, _size: tuple[int, int]) -> torch.Tensor:
+            return weight[:, :4].contiguous() if self.is_cut(name) else weight
+
+        def bias(self, _name: str, bias: torch.Tensor | None) -> torch.Tensor | None:
+            return bias
+
+        def joined(self, name: str, linear: Linear, _size: tuple[int, int]) -> Linear:
+            summed.append(name)
+            return linear
+
+    summed: list[str] = []
+    share: Any = HalfOfTheInputs()
+    ours = OurProducts(lambda *_: PARTS, PARTS, Linear, siblings=(("a", "b", "c"),), share=share)
+    assert joined(ours, Layers(all_three)) == []
+    assert {"a", "c"} <= set(summed)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "olmo2", "gpt-oss", "qwen2-moe", "gpt2"])
