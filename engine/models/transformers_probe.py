@@ -38,7 +38,7 @@ from engine.models.scores import AttentionModule, Scores
 from engine.models.split import Split
 from engine.models.stored_weights import QUANTIZATIONS
 from engine.models.transformers_head import Head
-from engine.models.transformers_products import sizes_of_products
+from engine.models.transformers_products import is_product, sizes_of_products
 
 WATCHED = "tandem_watched"
 """The name of the recording attention in transformers."""
@@ -138,7 +138,7 @@ def watch_a_step(config: Any, max_positions: int) -> Step:
                 other_states
                 or "its attention is its own: none of its layers attends by transformers' attention interface"
             )
-        if not _takes_positions(model.get_decoder()):
+        if not _takes_positions(whole_body):
             raise CannotServeError("its code counts positions by itself, and takes none")
         logits_1TV = Head(model, body).logits(hidden_1TD)
     except CannotServeError as error:
@@ -308,7 +308,8 @@ def model_without_weights(config: Any) -> Any:
 def _body_of(model: Any) -> str:
     """Name of the module whose last hidden state is the head's input."""
     decoder = model.get_decoder()
-    names = [name for name, module in model.named_modules() if module is decoder]
+    body = model.base_model if is_product(decoder) else decoder  # ModernBERT's "decoder" is its logits' product
+    names = [name for name, module in model.named_modules() if module is body]
     if not names or not names[0]:
         raise CannotServeError("it has no part that makes hidden states alone")
     return str(names[0])

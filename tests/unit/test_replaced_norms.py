@@ -23,7 +23,7 @@ from engine.models.replaced_norms import _Norm, replace_norms
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-WITH_OTHERS = {"cohere2", "gpt-neox", "gpt2", "opt", "phi", "starcoder2"}
+WITH_OTHERS = {"cohere2", "gpt-neox", "gpt2", "modernbert-decoder", "opt", "phi", "starcoder2"}
 """Their norms subtract the mean."""
 
 

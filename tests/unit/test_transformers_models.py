@@ -89,6 +89,9 @@ CONFIGS: dict[str, Any] = {
         shared_intermediate_size=80, attention_multiplier=0.2, position_embedding_type="rope",
     ),
     "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2),
+    "modernbert-decoder": lambda: transformers.ModernBertDecoderConfig(
+        **SMALL, local_attention=16, global_attn_every_n_layers=2, pad_token_id=0, cls_token_id=1, sep_token_id=2
+    ),
     "olmo2": lambda: transformers.Olmo2Config(**SMALL),
     "opt": lambda: transformers.OPTConfig(
         vocab_size=VOCAB_SIZE, hidden_size=48, word_embed_proj_dim=48, ffn_dim=80, num_hidden_layers=3,

@@ -65,7 +65,8 @@ NUM_RANKS = {
     "odd sizes of fused products": 3, "fewer key heads than ranks": 4, "fewer key heads than ranks, gathered": 4,
 }  # fmt: skip
 """Of the others: 2."""
-OWN = {name: make for name, make in (CONFIGS | FURTHER).items() if name not in {"gemma3n", "gpt2", "granite4", "opt"}}
+NOT_SPLIT = {"gemma3n", "gpt2", "granite4", "modernbert-decoder", "opt"}
+OWN = {name: make for name, make in (CONFIGS | FURTHER).items() if name not in NOT_SPLIT}
 OF_EXPERTS = {
     "num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
     "n_routed_experts": 8, "moe_num_experts": 8, "head_dim": 16,
