@@ -15,6 +15,7 @@ from engine.kernels.gpu.choose import choose_experts
 from engine.kernels.gpu.experts import expert_config, expert_product, max_tiles, sum_of_experts, tiles_of
 from engine.kernels.gpu.gpu_kind import H200, gpu_kind
 from engine.kernels.gpu.parts import TRITON_PARTS, TritonScaledExperts
+from engine.layers import ACTIVATIONS, Activation
 from engine.models import expert_choice, expert_products
 from engine.models.expert_products import ExpertProducts, ScaledExperts
 from engine.models.experts_config import ExpertsConfig
@@ -106,21 +107,26 @@ def test_tiles_without_rows_load_nothing() -> None:
 
 
 def experts_of(
-    num_experts: int, form: torch.dtype, dtype: torch.dtype, kind: type[ScaledExperts | TritonScaledExperts]
+    num_experts: int,
+    form: torch.dtype,
+    dtype: torch.dtype,
+    kind: type[ScaledExperts | TritonScaledExperts],
+    activation: Activation = "silu",
 ) -> ExpertProducts:
     """Experts with 64 hidden and 40 inner numbers."""
     gate_up = stack_of((num_experts, 80, 64), 32, form, dtype, DEVICE)
-    return kind(gate_up, stack_of((num_experts, 64, 40), 0, form, dtype, DEVICE))
+    return kind(gate_up, stack_of((num_experts, 64, 40), 0, form, dtype, DEVICE), activation)
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_feed_forward_is_that_of_plain_torch(dtype: torch.dtype, form: torch.dtype) -> None:
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_feed_forward_is_that_of_plain_torch(activation: Activation, dtype: torch.dtype, form: torch.dtype) -> None:
     assert TRITON_PARTS.scaled_experts is TritonScaledExperts
     counts = [3, 0, 18, 1, 0]
     x, ends = randn(sum(counts), 64, dtype=dtype, device=DEVICE), ends_of(counts, DEVICE)
-    y = experts_of(5, form, dtype, TritonScaledExperts)(x, ends)
-    expected = experts_of(5, form, dtype, ScaledExperts)(x, ends).double()
+    y = experts_of(5, form, dtype, TritonScaledExperts, activation)(x, ends)
+    expected = experts_of(5, form, dtype, ScaledExperts, activation)(x, ends).double()
     assert (y.dtype, y.shape) == (dtype, x.shape)
     assert (y.double() - expected).norm() <= 2 * UNIT[dtype] * expected.norm()
 

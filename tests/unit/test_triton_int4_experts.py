@@ -17,6 +17,7 @@ from engine.kernels.gpu.int4 import ScaledInt4, int4_product
 from engine.kernels.gpu.int4_experts import int4_expert_product
 from engine.kernels.gpu.invariant_parts import INVARIANT_PARTS
 from engine.kernels.gpu.parts import TRITON_PARTS, TritonInt4Experts
+from engine.layers import ACTIVATIONS, Activation
 from engine.models.expert_products import ScaledExperts, of_expert
 
 BFLOAT16 = torch.bfloat16
@@ -148,13 +149,14 @@ def test_tiles_without_rows_load_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_feed_forward_is_that_of_plain_torch(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_feed_forward_is_that_of_plain_torch(activation: Activation, dtype: torch.dtype) -> None:
     """Also with `batch_invariant`: the order of a row's sums does not depend on the number of rows."""
     assert TRITON_PARTS.int4_experts is INVARIANT_PARTS.int4_experts is TritonInt4Experts
     counts = [3, 0, 18, 1, 0]
     x, ends = randn(sum(counts), 64, dtype=dtype, device=DEVICE), ends_of(counts, DEVICE)
     stacks = stack_of(5, 192, 64, 32, dtype), stack_of(5, 64, 96, 96, dtype, BFLOAT16)
-    y, expected = (kind(*stacks)(x, ends) for kind in (TritonInt4Experts, ScaledExperts))
+    y, expected = (kind(*stacks, activation)(x, ends) for kind in (TritonInt4Experts, ScaledExperts))
     assert (y.dtype, y.shape) == (dtype, x.shape)
     assert (y.double() - expected.double()).norm() <= 2 * UNIT[dtype] * expected.double().norm()
 
