@@ -84,6 +84,28 @@ def test_gates_in_another_dtype_than_the_models_stay() -> None:
     assert isinstance(model.mlp, FeedForward)
 
 
+@pytest.mark.parametrize("adaptable", [{"mlp.gate_proj", "mlp.up_proj"}, set()])
+def test_what_adapters_may_change_of_a_gate(adaptable: set[str]) -> None:
+    """Its outputs come first in the product, as they do in the part."""
+    asked = []
+
+    class Adapters:
+        def adapt_gated(
+            self, make: Callable[[], GatedLinear], _linear: Any, outputs: dict[str, int], inputs: int
+        ) -> GatedLinear:
+            asked.append((list(outputs.items()), inputs))
+            return make()
+
+        def check_all_taken(self) -> None:
+            pass
+
+    model, adapters = Model(as_they_are), Adapters()
+    ours = OurProducts(lambda *_: PARTS, PARTS, Linear, adapters, frozenset(adaptable))  # type: ignore[arg-type]
+    replace_products(model, ours, {}, "cpu")
+    assert isinstance(model.mlp, GatedProducts)
+    assert asked == ([([("mlp.gate_proj", 48), ("mlp.up_proj", 48)], 32)] if adaptable else [])
+
+
 @torch.inference_mode()
 def test_gates_that_different_parts_compute_stay_apart() -> None:
     """As where one of the two is too large for a kernel's weight."""
