@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from engine.kernels.build import load_cpu_kernels
-from engine.kernels.cpu import PanelGatedLinear, PanelLinear
+from engine.kernels.cpu_products import PanelGatedLinear, PanelLinear
 from engine.layers import GatedLinear, Linear
 from engine.models.product_modules import GatedProducts, JointProduct, Product, Sibling
 from engine.models.product_probe import WatchedProducts
