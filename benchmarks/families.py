@@ -1,6 +1,6 @@
 """Measures the engine beside others with models that transformers' code computes, of random weights.
 
-    python -m benchmarks.families --against llama                       # Gemma 3 270M and Qwen 3.5 0.8B
+    python -m benchmarks.families --against llama                       # Gemma 3 270M, Qwen 3.5 0.8B, a part of gpt-oss
     python -m benchmarks.families --against llama,vllm --shapes gemma3-270m
 
 Such checkpoints cannot be had everywhere; their shapes are enough to measure speed. Each is written once, in bfloat16,
@@ -36,8 +36,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
         "max_position_embeddings": 32768, "tie_word_embeddings": True,
     },
+    "gpt-oss-20b-quarter": {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "vocab_size": 50272, "hidden_size": 2880,
+        "intermediate_size": 2880, "num_hidden_layers": 6, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128,
+        "max_position_embeddings": 131072, "tie_word_embeddings": False,
+        "quantization_config": {"quant_method": "mxfp4"},
+    },
 }  # fmt: skip
-"""As in the models' own config.json."""
+"""As in the models' own config.json; a quarter of a model has a quarter of its layers and of its vocabulary."""
 TOOLS = "tools/bin/python"
 CONVERTER = "llama/vendor/llama.cpp"
 CONVERT = """
@@ -45,13 +52,13 @@ import sys
 folder, to, source = sys.argv[1:]
 sys.path[:0] = [source, source + "/gguf-py"]
 import convert_hf_to_gguf as converter
-from conversion import base, gemma, qwen
+from conversion import base, gemma, gpt_oss, qwen
 
 def without_vocabulary(model):
     model.gguf_writer.add_tokenizer_model("none")
     model.gguf_writer.add_vocab_size(model.hparams["vocab_size"])
 
-for module in (base, gemma, qwen):
+for module in (base, gemma, gpt_oss, qwen):
     for kind in vars(module).values():
         if isinstance(kind, type) and hasattr(kind, "set_vocab"):
             kind.set_vocab = without_vocabulary
@@ -66,13 +73,31 @@ def write_checkpoint(folder: Path, config: dict[str, Any]) -> None:
     import transformers
 
     torch.manual_seed(0)
-    fields = {name: value for name, value in config.items() if name != "architectures"}
-    model = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(**fields), dtype=torch.bfloat16
-    )
-    model.save_pretrained(folder)
+    fields = {name: value for name, value in config.items() if name not in ("architectures", "quantization_config")}
+    hf_config = transformers.AutoConfig.for_model(**fields)
+    if "quantization_config" in config:
+        write_in_four_bits(folder, hf_config, config)
+    else:
+        transformers.AutoModelForCausalLM.from_config(hf_config, dtype=torch.bfloat16).save_pretrained(folder)
     vocab = {str(token): token for token in range(config["vocab_size"])}
     (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}, "added_tokens": []}))
+
+
+def write_in_four_bits(folder: Path, hf_config: Any, config: dict[str, Any]) -> None:
+    import transformers
+    from safetensors.torch import save_file
+
+    from engine.models.transformers_experts import FourBitExperts, with_four_bit_experts
+
+    hf_config.dtype = torch.bfloat16
+    model = with_four_bit_experts(transformers.GptOssForCausalLM)(hf_config).to(torch.bfloat16)
+    for module in model.modules():
+        if isinstance(module, FourBitExperts):
+            module.make_up_weights()
+    folder.mkdir()
+    save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
+    fields = hf_config.to_dict() | {name: config[name] for name in ("architectures", "quantization_config")}
+    (folder / "config.json").write_text(json.dumps(fields, default=str))
 
 
 def convert(folder: Path, to: Path) -> None:
