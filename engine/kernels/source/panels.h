@@ -74,11 +74,14 @@ struct Panels {
   // Cache lines that one pair of inputs occupies in a panel, rounded up.
   int64_t lines_of_pair() const { return form == Form::BFLOAT16 ? 2 : 1; }
 
+  bool in_four_bits() const { return form == Form::INT4 || form == Form::MXFP4; }
+
   // Address of a pair of inputs in its stored form; for 4 bits, of the group that contains the pair.
   const char* at(int64_t panel, int64_t pair) const {
     return bytes_ + panel * panel_bytes_ + pair / pairs_of_group_ * group_bytes_;
   }
 
+  int64_t panel_bytes() const { return panel_bytes_; }
   int64_t pairs_of_group() const { return pairs_of_group_; }
   int64_t group_bytes() const { return group_bytes_; }
 
@@ -96,6 +99,8 @@ struct Panels {
 
 // A range of pairs of one panel, as products read them: bfloat16 in place, or integers to be converted into `wide`.
 struct PairsOfPanel {
+  using FourBitStep = std::integral_constant<int64_t, INT4_STEP_PAIRS>;
+
   const uint32_t* wide;
   bool is_narrow = false;  // until the integers have been converted
   bool is_kept = true;     // false: each step overwrites the converted pairs of the step before
@@ -108,14 +113,15 @@ struct PairsOfPanel {
       : form_(weight.form), narrow_(weight.at(panel, first)), group_bytes_(weight.group_bytes()) {
     wide = reinterpret_cast<const uint32_t*>(narrow_);
     if (form_ == Form::BFLOAT16) return;
-    if (form_ == Form::INT4 || form_ == Form::MXFP4) {
+    if (weight.in_four_bits()) {
       of_step = INT4_STEP_PAIRS, steps_of_group_ = weight.pairs_of_group() / INT4_STEP_PAIRS;
       first_step_ = first % weight.pairs_of_group() / INT4_STEP_PAIRS;
     }
     is_narrow = true, is_kept = is_read_again;
-    size_t needed = size_t((is_kept ? num_pairs : of_step) * PANEL);
+    constexpr size_t LINE = 64;  // vectors that begin elsewhere are written to, and read from, two cache lines each
+    size_t needed = size_t((is_kept ? num_pairs : of_step) * PANEL) + LINE / sizeof(uint32_t);
     if (room.size() < needed) room.resize(needed);
-    wide = room.data();
+    wide = reinterpret_cast<const uint32_t*>((reinterpret_cast<uintptr_t>(room.data()) + LINE - 1) / LINE * LINE);
   }
 
   // Calls work(get, step), where get(first, count) returns the pairs from `first` on; count is a multiple of `step`.
@@ -125,9 +131,15 @@ struct PairsOfPanel {
     using One = std::integral_constant<int64_t, 1>;
     if (!is_narrow) return work([from = wide](int64_t first, int64_t) { return from + first * PANEL; }, One());
     if (form_ == Form::INT8) return work(of_int8(), One());
-    using Step = std::integral_constant<int64_t, INT4_STEP_PAIRS>;
-    if (form_ == Form::INT4) return work(of_int4(), Step());
-    work(of_mxfp4(), Step());
+    if (form_ == Form::INT4) return work(of_int4(), FourBitStep());
+    work(of_mxfp4(), FourBitStep());
+  }
+
+  // The same for two panels in 4 bits that are read side by side: work(get, get of `other`, step).
+  template <class Work>
+  void read_with(const PairsOfPanel& other, const Work& work) const {
+    if (form_ == Form::INT4) return work(of_int4(), other.of_int4(), FourBitStep());
+    work(of_mxfp4(), other.of_mxfp4(), FourBitStep());
   }
 
  private:

@@ -14,6 +14,7 @@ constexpr int MATMUL_ROWS = 12;  // rows that share a load of weights: their sum
 constexpr int MATMUL_ROWS = 3;
 #endif
 constexpr int64_t ROWS_OF_ITEM = 16 * MATMUL_ROWS;
+constexpr int MOST_BY_TWOS = MATMUL_ROWS / 4;  // rows with which two panels in 4 bits are read side by side
 
 // Sums of R rows and one panel. Meanwhile prefetches LINES cache lines for each pair; `ahead[i]` is the i-th piece of
 // memory to prefetch.
@@ -47,6 +48,52 @@ constexpr std::array<MultiplyRows, sizeof...(R)> pairs_of_rows(std::integer_sequ
   return {multiply_rows<R + 1, LINES>...};
 }
 
+// Sums of R rows and two panels in 4 bits. With so few rows, the sums of one panel would wait for each other longer than
+// it takes to convert the weights. Meanwhile prefetches `lines` cache lines from `ahead` on in each step.
+template <int R>
+void multiply_two_panels(
+    const uint32_t* x, int64_t pairs, const PairsOfPanel& first, const PairsOfPanel& second, const char* ahead, int64_t lines,
+    F16 (*sums)[R][2]) {
+  first.read_with(second, [&](auto&& get_first, auto&& get_second, auto step) {
+    constexpr int64_t STEP = decltype(step)::value;
+    Sums acc[2][R][2 * PARTS] = {};
+    for (int64_t k = 0; k < pairs;) {
+      const uint32_t* from[2] = {get_first(k, STEP), get_second(k, STEP)};
+      for (int64_t i = 0; i < lines; i++, ahead += ReadAhead::LINE) __builtin_prefetch(ahead, 0, 2);
+      for (int64_t of_step = 0; of_step < STEP; of_step++, k++)
+        for (int p = 0; p < 2; p++)
+          for (int i = 0; i < 2 * PARTS; i++) {
+            const Pairs weights = load<Pairs>(from[p] + of_step * PANEL + i * REGISTER);
+            for (int r = 0; r < R; r++) acc[p][r][i] = dot_pairs(acc[p][r][i], weights, x[r * pairs + k]);
+          }
+    }
+    std::memcpy(sums, acc, sizeof(acc));
+  });
+}
+
+// Calls finish(row, panel, two vectors of sums) for the R rows and panels in [begin, end), an even number of them.
+template <int R, class Finish>
+void multiply_by_twos(const uint32_t* x, const Panels& weight, int64_t begin, int64_t end, const Finish& finish) {
+  const int64_t bytes = 2 * weight.panel_bytes(), steps = weight.pairs / INT4_STEP_PAIRS;
+  const int64_t lines = (bytes + steps * ReadAhead::LINE - 1) / (steps * ReadAhead::LINE);
+  F16 sums[2][R][2];
+  std::vector<uint32_t> rooms[2];
+  for (int64_t p = begin; p < end; p += 2) {
+    const PairsOfPanel first(weight, p, 0, weight.pairs, 1, false, rooms[0]);
+    const PairsOfPanel second(weight, p + 1, 0, weight.pairs, 1, false, rooms[1]);
+    multiply_two_panels<R>(x, weight.pairs, first, second, weight.at(p, 0) + bytes, p + 2 < end ? lines : 0, sums);
+    for (int64_t i = 0; i < 2; i++)
+      for (int r = 0; r < R; r++) finish(r, p + i, sums[i][r]);
+  }
+}
+
+// Calls work(R) with a compile-time number of rows, from R to MOST.
+template <int R, int MOST, class Work>
+void with_rows(int64_t rows, const Work& work) {
+  if (rows == R) return work(std::integral_constant<int, R>());
+  if constexpr (R < MOST) with_rows<R + 1, MOST>(rows, work);
+}
+
 // Calls finish(row, panel, two vectors of sums) for all rows and panels.
 template <class Finish>
 void multiply_pairs(const bf16* x, int64_t T, const Panels& weight, ReadAhead* other, const Finish& finish) {
@@ -56,6 +103,11 @@ void multiply_pairs(const bf16* x, int64_t T, const Panels& weight, ReadAhead* o
   const uint32_t* xp = reinterpret_cast<const uint32_t*>(x);
   int64_t row_blocks = (T + ROWS_OF_ITEM - 1) / ROWS_OF_ITEM;
   for_each_range(num_panels * row_blocks, [&](int64_t begin, int64_t end) {
+    if (T <= MOST_BY_TWOS && weight.in_four_bits()) {
+      const int64_t even = end - (end - begin) % 2;
+      with_rows<1, MOST_BY_TWOS>(T, [&](auto rows) { multiply_by_twos<decltype(rows)::value>(xp, weight, begin, even, finish); });
+      begin = even;
+    }
     F16 sums[MATMUL_ROWS][2];
     Asking asking;
     std::vector<uint32_t> room;
