@@ -44,3 +44,9 @@ def save_four_bits(folder: Path) -> transformers.PreTrainedModel:
     fields["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     (folder / "config.json").write_text(json.dumps(fields))
     return model
+
+
+def with_all_experts(folder: Path) -> None:
+    """Each token has all experts: with fewer, rounding of scores may choose others."""
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields | {"num_experts_per_tok": fields["num_local_experts"]}))

@@ -3,12 +3,11 @@ experts made of them, as gpt-oss has them, in an engine."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from four_bit_checkpoints import save_four_bits
+from four_bit_checkpoints import save_four_bits, with_all_experts
 from model_bench import Bench, engine_config, random_tokens
 from torch.nn.functional import linear
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
@@ -124,12 +123,6 @@ def test_weights_that_do_not_fit() -> None:
 
 
 # -- in an engine ---------------------------------------------------------------------------------------------------
-
-
-def with_all_experts(folder: Path) -> None:
-    """Each token has all experts: with fewer, rounding of scores may choose others."""
-    fields = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(fields | {"num_experts_per_tok": fields["num_local_experts"]}))
 
 
 def test_logits_of_a_model_whose_experts_stay_in_4_bits(tmp_path: Path) -> None:

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-SUBJECTS = ("kernels", "sampling", "int8", "int4", "adapters", "recurrent")
+SUBJECTS = ("kernels", "sampling", "int8", "int4", "mxfp4", "adapters", "recurrent")
 TESTS = [str(Path(__file__).with_name(f"test_cpu_{subject}.py")) for subject in SUBJECTS]
 PRETEND_TILES = "-DTANDEM_PRETEND_TILES"
 CPUINFO = Path("/proc/cpuinfo")
 HAS_TILES = CPUINFO.exists() and "amx_bf16" in CPUINFO.read_text()
 ALL = (
-    "two-threads and (product or gates or attention or row_does or rotation or norms or draws or filters or largest "
-    "or added or recurrent)"
+    "two-threads and (product or each_number or gates or attention or row_does or rotation or norms or draws or filters "
+    "or largest or added or recurrent)"
 )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from four_bit_checkpoints import converted
+from four_bit_checkpoints import converted, save_four_bits, with_all_experts
 from lora_folders import ALPHA, write_adapter_of
 from model_bench import SMALL, assert_close, engine_config, random_tokens, reference, save_model
 from safetensors.torch import load_file
@@ -148,10 +148,14 @@ def test_each_family_that_is_split(family: str, tmp_path: Path) -> None:
     check_against_transformers(model, Ranks(config_of(tmp_path), tmp_path))
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["gemma3", "qwen3-moe", "gpt-oss in MXFP4"])
 def test_ranks_with_the_cpu_kernels(name: str, tmp_path: Path) -> None:
     """As close to float32 as one rank."""
-    save_model(CONFIGS[name](), tmp_path)
+    if name == "gpt-oss in MXFP4":
+        save_four_bits(tmp_path)
+        with_all_experts(tmp_path)
+    else:
+        save_model(CONFIGS[name](), tmp_path)
     tokens, found = random_tokens(30, seed=5), []
     for num_ranks, further in ((1, {}), (2, KERNELS), (1, KERNELS)):
         config = config_of(tmp_path, num_ranks, **further)
