@@ -11,7 +11,17 @@ from torch import nn
 from engine.layers import GatedLinear, Linear
 
 
-class Product(nn.Module):
+class Direct(nn.Module):
+    """A module without hooks: a call is its `forward`. torch looks for hooks in nine places, at each call."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.forward(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Product(Direct):
     """One of our parts in place of torch's linear layer."""
 
     def __init__(self, linear: Linear) -> None:
@@ -23,7 +33,7 @@ class Product(nn.Module):
         return y.view(*x.shape[:-1], y.shape[-1])
 
 
-class GatedProducts(nn.Module):
+class GatedProducts(Direct):
     """In place of a module of gate, up and down; has its `down`."""
 
     def __init__(self, gated: GatedLinear, down: nn.Module) -> None:
@@ -49,14 +59,14 @@ class JointProduct:
         """Of product `number`: [..., in] -> [T, its outputs]."""
         if self._x is not x:
             y = self._linear(x.reshape(-1, x.shape[-1]).contiguous())
-            self._x, self._outputs = x, torch.split(y, self._sizes, dim=-1)
+            self._x, self._outputs = x, torch.split_with_sizes(y, self._sizes, dim=-1)
         outputs = self._outputs[number]
         if number == len(self._sizes) - 1:
             self._x, self._outputs = None, ()
         return outputs
 
 
-class Sibling(nn.Module):
+class Sibling(Direct):
     """One of the products of a `JointProduct`."""
 
     def __init__(self, joint: JointProduct, number: int) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from engine.layers import RMSNorm
+from engine.models.product_modules import Direct
 
 EPS_NAMES = ("variance_epsilon", "eps", "epsilon")
 SIZES_OF_ROWS = (1.0, 1e-3, 30.0, 0.1)
@@ -53,7 +54,7 @@ def replace_norms(causal_lm: nn.Module, rms_norm: type[RMSNorm], dtype: torch.dt
             causal_lm.set_submodule(path, _Norm(norm, module, dtype))
 
 
-class _Norm(nn.Module):
+class _Norm(Direct):
     """One of our norms, in place of transformers' module."""
 
     def __init__(self, norm: Any, replaced: Any, dtype: torch.dtype) -> None:

@@ -114,19 +114,20 @@ class PagedAttention:
         assert step.num_attended == self.number, "transformers' code took another way than it was seen to take"
         kv = step.kv_pool[self.layer]
         _, num_heads, num_tokens, head_dim = q_1NTH.shape
-        none_T10 = q_1NTH.new_empty(num_tokens, 1, 0)
-        cos_sin: CosSin = (none_T10, none_T10)
         if self.rotation is not None:
             cos_sin, table_size = step.tables_for(self.rotation, q_1NTH, k_1KTH)
             q_1NTH, k_1KTH = (in_halves(self.rotation, x, table_size) for x in (q_1NTH, k_1KTH))
+        else:
+            none_T10 = q_1NTH.new_empty(num_tokens, 1, 0)
+            cos_sin = (none_T10, none_T10)
         if self.share is not None:
             q_1NTH = self.share.own_heads(q_1NTH, self.heads.num_heads)
             k_1KTH, v_1KTH = (self.share.own_heads(x, self.heads.num_kv_heads) for x in (k_1KTH, v_1KTH))
             if sinks_N is not None:
                 sinks_N = self.share.own_heads(sinks_N[None], self.heads.num_heads)[0]
         if self.has_own_keys:
-            qkv_TXH = torch.cat([x[0].transpose(0, 1) for x in (q_1NTH, k_1KTH, v_1KTH)], dim=1)
-            q_TNH = self.backend.project(qkv_TXH.flatten(1), kv, step.plan, self.heads, cos_sin)
+            qkv_1TXH = torch.cat([x.transpose(1, 2) for x in (q_1NTH, k_1KTH, v_1KTH)], dim=2)
+            q_TNH = self.backend.project(qkv_1TXH.reshape(num_tokens, -1), kv, step.plan, self.heads, cos_sin)
         else:
             q_TNH = q_1NTH[0].transpose(0, 1).contiguous()
         sinks_N = None if sinks_N is None else sinks_N.float()
