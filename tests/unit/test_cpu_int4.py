@@ -131,7 +131,8 @@ def test_experts_are_kept_in_4_bits() -> None:
     narrow = [[case(e, num_in, num_out, 32)[1] for num_in, num_out in sizes] for e in range(3)]
     wide = [[each.dequantized() for each in expert] for expert in narrow]
     experts = PanelExperts((gate, up, down) for gate, up, down in narrow)
-    assert all(product.panels.dtype == torch.uint8 for pair in experts._experts for product in pair)
+    numbers, groups = 3 * 3 * 64 * 96, 3 * 3 * 64 * 96 // 32
+    assert experts._experts.num_bytes() == numbers // 2 + 8 * groups  # a scale and an offset for each group
     ends = torch.tensor([4, 4, 9], dtype=torch.int32)
     expected = PanelExperts((gate, up, down) for gate, up, down in wide)(x, ends)
     assert torch.equal(experts(x, ends), expected)

@@ -92,20 +92,35 @@ def test_experts(size: int) -> None:
         torch.testing.assert_close(y[part].double(), expected, rtol=2**-6, atol=2**-5)
 
 
-def test_values_are_clamped_and_not_numbers_stay() -> None:
-    """A gate of one expert whose products are given: zero weights, biases of any size."""
-    values = torch.tensor([float("nan"), 1e4, -1e4, 0.7, 0.71, -0.71, 0.0, -0.0], dtype=BFLOAT16)
+def test_values_are_clamped() -> None:
+    """By an expert without weights, whose biases are of any size, and whose second product changes nothing."""
+    values = torch.tensor([float("inf"), 1e4, -1e4, 0.7, 0.71, -0.71, 0.0, -0.0], dtype=BFLOAT16)
     gate, up = (each.flatten() for each in torch.meshgrid(values, values, indexing="ij"))
-    gate, up = (torch.cat((each, each[: -len(each) % 32])) for each in (gate, up))  # a multiple of 32
-    size = len(gate)
     both = torch.stack((gate, up), dim=1).flatten()
-    scales = torch.full((1, 2 * size, 1), 127, dtype=torch.uint8)
-    gate_up = FourBitStack(torch.zeros(1, 2 * size, 16, dtype=torch.uint8), scales, both[None])
-    panels = PanelFourBitExperts(gate_up, stack_of(1, 32, size), GATE)._experts[0][0]
-    found = torch.ops.tandem_cpu.clamped_gated_linear(
-        torch.zeros(1, 32, dtype=BFLOAT16), panels.panels, panels.bias, size, GATE.alpha, GATE.limit
+    one = torch.full((1, 128, 1), 127, dtype=torch.uint8)
+    gate_up = FourBitStack(torch.zeros(1, 128, 16, dtype=torch.uint8), one, both[None])
+    codes = 2 * torch.eye(64, dtype=torch.uint8)  # 2 stands for 1.0
+    down = FourBitStack(
+        (codes[:, ::2] | codes[:, 1::2] << 4)[None], one.view(1, 64, 2), torch.zeros(1, 64, dtype=BFLOAT16)
     )
-    torch.testing.assert_close(found[0], GATE(both), rtol=2**-7, atol=0.0, equal_nan=True)
+    experts = PanelFourBitExperts(gate_up, down, GATE)
+    found = experts(torch.zeros(1, 32, dtype=BFLOAT16), torch.tensor([1], dtype=torch.int32))
+    torch.testing.assert_close(found[0], GATE(both), rtol=2**-7, atol=0.0)
+
+
+def test_what_is_no_number_stays_in_its_row() -> None:
+    experts = PanelFourBitExperts(stack_of(1, 128, 64), stack_of(1, 64, 64), GATE)
+    x, ends = rows(5, 64), torch.tensor([5], dtype=torch.int32)
+    expected = experts(x, ends)
+    x[2, 7] = float("nan")
+    found = experts(x, ends)
+    assert found[2].isnan().all()
+    assert torch.equal(found[[0, 1, 3, 4]], expected[[0, 1, 3, 4]])
+
+
+def test_four_bits_stay_four_bits() -> None:
+    experts = PanelFourBitExperts(stack_of(3, 128, 64), stack_of(3, 64, 64), GATE)
+    assert experts._experts.num_bytes() == 3 * 3 * 64 * 64 * 17 // 32
 
 
 def test_a_power_that_bfloat16_does_not_have() -> None:

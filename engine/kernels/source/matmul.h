@@ -29,6 +29,15 @@ void multiply(const at::Tensor& x, const at::Tensor& weight, ReadAhead* other, c
   multiply_pairs(data_of(x), x.size(0), panels, other, finish);
 }
 
+// One thread's share of such a product: all rows, at least one, and the panels in [begin, end).
+template <class Finish>
+void multiply_share(const bf16* x, int64_t T, const Panels& weight, int64_t begin, int64_t end, const Finish& finish) {
+#if TANDEM_TILES
+  if (has_tiles()) return multiply_tiles_share(x, T, weight, begin, end, finish);
+#endif
+  multiply_pairs_share(x, T, weight, begin * row_blocks_of(T), end * row_blocks_of(T), nullptr, finish);
+}
+
 // One number for each output of the panels, if any.
 using OfOutputs = std::optional<at::Tensor>;
 
@@ -59,8 +68,27 @@ inline void check_added(const AddedProduct* added, const at::Tensor& weight) {
   TORCH_CHECK(!added || added->num_sixteens == 2 * weight.size(0), "what is added must have the product's panels");
 }
 
-// x [T, K], weight in panels, scale and bias [panels * 32] -> [T, num_outputs], without the padding of the last panel.
-// `added` for `rows`: what adapters add, if any.
+// Takes sums; writes a product's outputs [T, num_outputs], without the padding of the last panel.
+struct Outputs {
+  bf16* to;
+  int64_t num_outputs;
+  ScaleAndBias given;
+  const Adding* adding = nullptr;
+
+  void operator()(int64_t row, int64_t panel, F16* sums) const {
+    int64_t at = panel * PANEL, left = num_outputs - at;
+    given.apply(panel, sums);
+    if (adding) adding->add(row, panel, sums);
+    bf16 rounded[PANEL];
+    bf16* y = left < PANEL ? rounded : to + row * num_outputs + at;
+    store_bf16(y, sums[0]);
+    store_bf16(y + LANES, sums[1]);
+    if (left < PANEL) std::memcpy(to + row * num_outputs + at, rounded, left * sizeof(bf16));
+  }
+};
+
+// x [T, K], weight in panels, scale and bias [panels * 32] -> [T, num_outputs]. `added` for `rows`: what adapters add, if
+// any.
 at::Tensor linear_ahead(
     const at::Tensor& x, const at::Tensor& weight, const OfOutputs& scale, const OfOutputs& bias, int64_t num_outputs,
     ReadAhead* ahead, const AddedProduct* added = nullptr, const AdapterRows* rows = nullptr) {
@@ -69,18 +97,7 @@ at::Tensor linear_ahead(
   check_added(added, weight);
   const Adding adding(added, rows, x);
   at::Tensor out = at::empty({x.size(0), num_outputs}, x.options());
-  bf16* to = data_of(out);
-  const ScaleAndBias given(scale, bias);
-  multiply(x, weight, ahead, [&](int64_t row, int64_t panel, F16* sums) {
-    int64_t at = panel * PANEL, left = num_outputs - at;
-    given.apply(panel, sums);
-    if (adding) adding.add(row, panel, sums);
-    bf16 rounded[PANEL];
-    bf16* y = left < PANEL ? rounded : to + row * num_outputs + at;
-    store_bf16(y, sums[0]);
-    store_bf16(y + LANES, sums[1]);
-    if (left < PANEL) std::memcpy(to + row * num_outputs + at, rounded, left * sizeof(bf16));
-  });
+  multiply(x, weight, ahead, Outputs{data_of(out), num_outputs, {scale, bias}, adding ? &adding : nullptr});
   return out;
 }
 
@@ -117,23 +134,39 @@ inline Sums gelu_at(Sums gate) {
   return low > 100.0f ? broadcast(100.0f) : low;
 }
 
-// activate(x @ gate.T, x @ up.T), both rounded to bfloat16. Each panel holds 16 outputs of the gate and the corresponding
-// 16 of `up`.
+// SiLU of a gate, or GELU, times `up`.
+struct Gate {
+  bool is_gelu;
+
+  Sums operator()(Sums gate, Sums up) const { return rounded(times_sigmoid(gate, is_gelu ? gelu_at(gate) : gate)) * up; }
+};
+
+// gpt-oss' gate: gate * sigmoid(alpha * gate) * (up + 1), both clamped (engine/models/four_bit_experts.py).
+struct ClampedGate {
+  float alpha, limit;
+
+  Sums operator()(Sums gate, Sums up) const {
+    const Sums most = broadcast(limit);
+    gate = gate > most ? most : gate;
+    up = up > most ? most : up < -most ? -most : up;
+    return times_sigmoid(gate, alpha * gate) * (up + 1.0f);
+  }
+};
+
+// Takes sums of panels that hold 16 outputs of a gate and the corresponding 16 of `up`; writes activate(gate, up), both
+// rounded before: [T, num_outputs].
 template <class Activate>
-at::Tensor activated_linear(
-    const at::Tensor& x, const at::Tensor& weight, const OfOutputs& scale, const OfOutputs& bias, int64_t num_outputs,
-    ReadAhead* ahead, const AddedProduct* added, const AdapterRows* rows, const Activate& activate) {
-  check_product(x, weight, scale, bias);
-  TORCH_CHECK((num_outputs + LANES - 1) / LANES == weight.size(0), "num_outputs must end in the last panel");
-  check_added(added, weight);
-  const Adding adding(added, rows, x);
-  at::Tensor out = at::empty({x.size(0), num_outputs}, x.options());
-  bf16* to = data_of(out);
-  const ScaleAndBias given(scale, bias);
-  multiply(x, weight, ahead, [&](int64_t row, int64_t panel, F16* sums) {
+struct ActivatedOutputs {
+  bf16* to;
+  int64_t num_outputs;
+  ScaleAndBias given;
+  Activate activate;
+  const Adding* adding = nullptr;
+
+  void operator()(int64_t row, int64_t panel, F16* sums) const {
     int64_t at = panel * LANES, left = num_outputs - at;
     given.apply(panel, sums);
-    if (adding) adding.add(row, panel, sums);
+    if (adding) adding->add(row, panel, sums);
     bf16 of_last[LANES];
     bf16* y = left < LANES ? of_last : to + row * num_outputs + at;
     for (int i = 0; i < LANES; i += REGISTER) {
@@ -141,28 +174,21 @@ at::Tensor activated_linear(
       store_bf16(y + i, activate(rounded(load<Sums>(both)), rounded(load<Sums>(both + LANES))));
     }
     if (left < LANES) std::memcpy(to + row * num_outputs + at, y, left * sizeof(bf16));
-  });
-  return out;
-}
+  }
+};
 
 // silu(x @ gate.T) * (x @ up.T), or GELU.
 at::Tensor gated_linear_ahead(
     const at::Tensor& x, const at::Tensor& weight, const OfOutputs& scale, const OfOutputs& bias, int64_t num_outputs,
     bool is_gelu, ReadAhead* ahead, const AddedProduct* added = nullptr, const AdapterRows* rows = nullptr) {
-  return activated_linear(x, weight, scale, bias, num_outputs, ahead, added, rows, [is_gelu](Sums gate, Sums up) {
-    return rounded(times_sigmoid(gate, is_gelu ? gelu_at(gate) : gate)) * up;  // SiLU takes it at the gate itself
-  });
-}
-
-// gpt-oss' gate: gate * sigmoid(alpha * gate) * (up + 1), both clamped (engine/models/four_bit_experts.py).
-at::Tensor clamped_gated_linear(
-    const at::Tensor& x, const at::Tensor& weight, const OfOutputs& bias, int64_t num_outputs, double alpha, double limit) {
-  const Sums most = broadcast(float(limit)), factor = broadcast(float(alpha));
-  return activated_linear(x, weight, std::nullopt, bias, num_outputs, nullptr, nullptr, nullptr, [&](Sums gate, Sums up) {
-    gate = gate > most ? most : gate;
-    up = up > most ? most : up < -most ? -most : up;
-    return times_sigmoid(gate, factor * gate) * (up + 1.0f);
-  });
+  check_product(x, weight, scale, bias);
+  TORCH_CHECK((num_outputs + LANES - 1) / LANES == weight.size(0), "num_outputs must end in the last panel");
+  check_added(added, weight);
+  const Adding adding(added, rows, x);
+  at::Tensor out = at::empty({x.size(0), num_outputs}, x.options());
+  const Gate gate{is_gelu};
+  multiply(x, weight, ahead, ActivatedOutputs<Gate>{data_of(out), num_outputs, {scale, bias}, gate, adding ? &adding : nullptr});
+  return out;
 }
 
 at::Tensor gated_linear(

@@ -94,37 +94,46 @@ void with_rows(int64_t rows, const Work& work) {
   if constexpr (R < MOST) with_rows<R + 1, MOST>(rows, work);
 }
 
+// Blocks of rows; an item is one of them and one panel.
+inline int64_t row_blocks_of(int64_t T) { return (T + ROWS_OF_ITEM - 1) / ROWS_OF_ITEM; }
+
+// One thread's share of a product: calls finish(row, panel, two vectors of sums) for the items in [begin, end).
+template <class Finish>
+void multiply_pairs_share(
+    const bf16* x, int64_t T, const Panels& weight, int64_t begin, int64_t end, ReadAhead* other, const Finish& finish) {
+  static constexpr auto ROW_COUNTS = std::make_integer_sequence<int, MATMUL_ROWS>();
+  static constexpr std::array MULTIPLY = {pairs_of_rows<0>(ROW_COUNTS), pairs_of_rows<1>(ROW_COUNTS), pairs_of_rows<2>(ROW_COUNTS)};
+  const int64_t pairs = weight.pairs, row_blocks = row_blocks_of(T);
+  const uint32_t* xp = reinterpret_cast<const uint32_t*>(x);
+  if (T <= MOST_BY_TWOS && weight.in_four_bits()) {
+    const int64_t even = end - (end - begin) % 2;
+    with_rows<1, MOST_BY_TWOS>(T, [&](auto rows) { multiply_by_twos<decltype(rows)::value>(xp, weight, begin, even, finish); });
+    begin = even;
+  }
+  F16 sums[MATMUL_ROWS][2];
+  Asking asking;
+  std::vector<uint32_t> room;
+  for (int64_t item = begin; item < end; item++) {
+    int64_t p = item / row_blocks, first = item % row_blocks * ROWS_OF_ITEM, rows = std::min(ROWS_OF_ITEM, T - first);
+    int64_t num_tiles = (rows + MATMUL_ROWS - 1) / MATMUL_ROWS;
+    PairsOfPanel panel(weight, p, 0, pairs, 1, num_tiles > 1, room);
+    bool is_next_ours = (item + 1) / row_blocks != p && item + 1 < end;
+    for (int64_t i = 0; i < num_tiles; i++) {
+      int64_t from = first + rows * i / num_tiles, to = first + rows * (i + 1) / num_tiles;
+      if (!is_next_ours || !asking.next_panel(weight.at(p + 1, 0), pairs, weight.lines_of_pair(), i, num_tiles))
+        asking.others(num_tiles > 2 ? other : nullptr, pairs);
+      MULTIPLY[asking.lines][to - from - 1](xp + from * pairs, pairs, panel, asking.pieces.data(), sums);
+      panel.is_narrow = false;
+      for (int64_t r = from; r < to; r++) finish(r, p, sums[r - from]);
+    }
+  }
+}
+
 // Calls finish(row, panel, two vectors of sums) for all rows and panels.
 template <class Finish>
 void multiply_pairs(const bf16* x, int64_t T, const Panels& weight, ReadAhead* other, const Finish& finish) {
-  static constexpr auto ROW_COUNTS = std::make_integer_sequence<int, MATMUL_ROWS>();
-  static constexpr std::array MULTIPLY = {pairs_of_rows<0>(ROW_COUNTS), pairs_of_rows<1>(ROW_COUNTS), pairs_of_rows<2>(ROW_COUNTS)};
-  const int64_t pairs = weight.pairs, num_panels = weight.num_panels;
-  const uint32_t* xp = reinterpret_cast<const uint32_t*>(x);
-  int64_t row_blocks = (T + ROWS_OF_ITEM - 1) / ROWS_OF_ITEM;
-  for_each_range(num_panels * row_blocks, [&](int64_t begin, int64_t end) {
-    if (T <= MOST_BY_TWOS && weight.in_four_bits()) {
-      const int64_t even = end - (end - begin) % 2;
-      with_rows<1, MOST_BY_TWOS>(T, [&](auto rows) { multiply_by_twos<decltype(rows)::value>(xp, weight, begin, even, finish); });
-      begin = even;
-    }
-    F16 sums[MATMUL_ROWS][2];
-    Asking asking;
-    std::vector<uint32_t> room;
-    for (int64_t item = begin; item < end; item++) {
-      int64_t p = item / row_blocks, first = item % row_blocks * ROWS_OF_ITEM, rows = std::min(ROWS_OF_ITEM, T - first);
-      int64_t num_tiles = (rows + MATMUL_ROWS - 1) / MATMUL_ROWS;
-      PairsOfPanel panel(weight, p, 0, pairs, 1, num_tiles > 1, room);
-      bool is_next_ours = (item + 1) / row_blocks != p && item + 1 < end;
-      for (int64_t i = 0; i < num_tiles; i++) {
-        int64_t from = first + rows * i / num_tiles, to = first + rows * (i + 1) / num_tiles;
-        if (!is_next_ours || !asking.next_panel(weight.at(p + 1, 0), pairs, weight.lines_of_pair(), i, num_tiles))
-          asking.others(num_tiles > 2 ? other : nullptr, pairs);
-        MULTIPLY[asking.lines][to - from - 1](xp + from * pairs, pairs, panel, asking.pieces.data(), sums);
-        panel.is_narrow = false;
-        for (int64_t r = from; r < to; r++) finish(r, p, sums[r - from]);
-      }
-    }
+  for_each_range(weight.num_panels * row_blocks_of(T), [&](int64_t begin, int64_t end) {
+    multiply_pairs_share(x, T, weight, begin, end, other, finish);
   });
 }
 

@@ -242,6 +242,21 @@ void multiply_by_tiles(const bf16* x, int64_t T, const Panels& weight, const Fin
   });
 }
 
+// One thread's share of a product: all rows and the panels in [begin, end).
+template <class Finish>
+void multiply_tiles_share(const bf16* x, int64_t T, const Panels& weight, int64_t begin, int64_t end, const Finish& finish) {
+  const TileSplit split(T, weight.pairs / TILE_PAIRS);
+  TileMultiplier<Finish> multiplier(x, weight, split, finish);
+  for (int64_t block = 0; block < split.num_row_blocks; block++) {
+    const TileRows rows(T * block / split.num_row_blocks, T * (block + 1) / split.num_row_blocks);
+    for (int64_t first = begin, last; first < end; first = last) {
+      last = std::min(end, first + split.panels_of_item);
+      multiplier.run_item(rows, first, last, last < end);
+    }
+  }
+  multiplier.finish_last();
+}
+
 }  // namespace tandem
 
 #endif

@@ -2,7 +2,7 @@
 // torch.classes.tandem_cpu.*; compiled by engine/kernels/build.py for the machine it runs on. One source for all
 // machines.
 //
-//   vectors.h  <-  huge_pages.h  <-  panels.h  <-  product_pairs.h, product_tiles.h  <-  matmul.h  <-  layers.h  <-  this file
+//   vectors.h  <-  huge_pages.h  <-  panels.h  <-  product_pairs.h, product_tiles.h  <-  matmul.h  <-  layers.h, experts.h  <-  this file
 //              <-  adapters.h                                                       <-
 //              <-  rows.h, attention.h                                                          <-
 //              <-  filters.h  <-  sampling.h; recurrent.h  <-  delta.h, scan.h                                <-
@@ -14,6 +14,7 @@
 #include "adapters.h"
 #include "attention.h"
 #include "delta.h"
+#include "experts.h"
 #include "layers.h"
 #include "matmul.h"
 #include "rows.h"
@@ -71,6 +72,11 @@ TORCH_LIBRARY(tandem_cpu, m) {
       .def(torch::init<>())
       .def("add", &DecoderLayers::add)
       .def("forward", &DecoderLayers::forward);
+  m.class_<Experts>("Experts")
+      .def(torch::init<int64_t, int64_t, const std::string&, double, double>())
+      .def("add", &Experts::add)
+      .def("num_bytes", &Experts::num_bytes)
+      .def("forward", &Experts::forward);
   m.def("pack_weight(Tensor weight) -> Tensor", &pack_weight);
   m.def("pack_int4(Tensor packed, Tensor scale, Tensor offset) -> Tensor", &pack_int4);
   m.def("pack_mxfp4(Tensor pairs, Tensor exponents) -> Tensor", &pack_mxfp4);
@@ -79,9 +85,6 @@ TORCH_LIBRARY(tandem_cpu, m) {
   m.def(
       "gated_linear(Tensor x, Tensor weight, Tensor? scale, Tensor? bias, int num_outputs, bool is_gelu=False) -> Tensor",
       &gated_linear);
-  m.def(
-      "clamped_gated_linear(Tensor x, Tensor weight, Tensor? bias, int num_outputs, float alpha, float limit) -> Tensor",
-      &clamped_gated_linear);
   m.def("add_rms_norm(Tensor(a!) x, Tensor? delta, Tensor weight, float eps) -> Tensor", &add_rms_norm);
   m.def(
       "rotate_and_store(Tensor qkv, Tensor cos, Tensor sin, Tensor? q_norm, Tensor? k_norm, float eps, Tensor(a!) kv, "

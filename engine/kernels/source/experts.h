@@ -1,0 +1,122 @@
+// The feed-forwards of a mixture's experts, for rows that are sorted by expert: first the products of all gates, then all
+// the others. Each thread has a share of all experts' panels, so that it is busy however few rows an expert has.
+#pragma once
+
+#include <torch/custom_class.h>
+
+#include <string>
+#include <vector>
+
+#include "matmul.h"
+
+namespace tandem {
+
+struct Experts : torch::CustomClassHolder {
+  // num_inner: the intermediate size. activation: "silu", "gelu_tanh", or "clamped", for which alone alpha and limit are.
+  Experts(int64_t num_inner, int64_t num_outputs, const std::string& activation, double alpha, double limit)
+      : num_inner_(num_inner), num_outputs_(num_outputs), activation_(activation), clamped_{float(alpha), float(limit)} {
+    TORCH_CHECK(activation == "silu" || activation == "gelu_tanh" || activation == "clamped", "activation: ", activation);
+  }
+
+  // One more expert: the weights of a gate and `up`, 16 outputs of each in a panel, and those of `down`.
+  void add(
+      const at::Tensor& gated, const OfOutputs& gated_scale, const OfOutputs& gated_bias, const at::Tensor& down,
+      const OfOutputs& down_scale, const OfOutputs& down_bias) {
+    TORCH_CHECK((num_inner_ + LANES - 1) / LANES == gated.size(0), "the intermediate size must end in the last panel");
+    TORCH_CHECK((num_outputs_ + PANEL - 1) / PANEL == down.size(0), "the outputs must end in the last panel");
+    gated_.push_back({gated, gated_scale, gated_bias});
+    down_.push_back({down, down_scale, down_bias});
+  }
+
+  // Of all weights.
+  int64_t num_bytes() const {
+    int64_t bytes = 0;
+    for (const auto* products : {&gated_, &down_})
+      for (const Product& each : *products) bytes += int64_t(each.weight.nbytes());
+    return bytes;
+  }
+
+  // x [R, D], ends [E] int32: where an expert's rows end and the next one's begin -> [R, num_outputs].
+  at::Tensor forward(const at::Tensor& x, const at::Tensor& ends) const {
+    const std::vector<Rows> rows = rows_of(ends, x.size(0));
+    at::Tensor h = at::empty({x.size(0), num_inner_}, x.options()), out = at::empty({x.size(0), num_outputs_}, x.options());
+    if (activation_ == "clamped") multiply_gates(x, rows, clamped_, h);
+    else multiply_gates(x, rows, Gate{activation_ == "gelu_tanh"}, h);
+    multiply_all(h, down_, rows, [&](const Product& product, int64_t first) {
+      return Outputs{data_of(out) + first * num_outputs_, num_outputs_, {product.scale, product.bias}};
+    });
+    return out;
+  }
+
+ private:
+  // To read a panel takes as long as to multiply it with this many rows.
+  static constexpr int64_t ROWS_WHILE_READING = 8;
+
+  struct Product {
+    at::Tensor weight;
+    OfOutputs scale, bias;
+  };
+
+  struct Rows {
+    int64_t expert, first, num;
+    int64_t cost() const { return std::max(num, ROWS_WHILE_READING); }  // of a panel
+  };
+
+  // Of experts that have any.
+  std::vector<Rows> rows_of(const at::Tensor& ends, int64_t num_rows) const {
+    TORCH_CHECK(ends.is_contiguous() && ends.scalar_type() == at::kInt && ends.numel() == int64_t(gated_.size()), "ends [E], int32");
+    std::vector<Rows> rows;
+    int64_t first = 0;
+    for (int64_t e = 0; e < ends.numel(); e++) {
+      const int64_t end = ends.const_data_ptr<int32_t>()[e];
+      TORCH_CHECK(first <= end && end <= num_rows, "ends must not fall, nor be more than there are rows");
+      if (first < end) rows.push_back({e, first, end - first});
+      first = end;
+    }
+    TORCH_CHECK(first == num_rows, "each row must have an expert");
+    return rows;
+  }
+
+  template <class Activate>
+  void multiply_gates(const at::Tensor& x, const std::vector<Rows>& rows, const Activate& activate, const at::Tensor& h) const {
+    multiply_all(x, gated_, rows, [&](const Product& product, int64_t first) {
+      bf16* to = data_of(h) + first * num_inner_;
+      return ActivatedOutputs<Activate>{to, num_inner_, {product.scale, product.bias}, activate};
+    });
+  }
+
+  // outputs_of(product, its first row): what takes the sums of an expert's product.
+  template <class OutputsOf>
+  static void multiply_all(
+      const at::Tensor& x, const std::vector<Product>& products, const std::vector<Rows>& rows, const OutputsOf& outputs_of) {
+    int64_t total = 0;
+    for (const Rows& each : rows) {
+      const Product& product = products[each.expert];
+      check_product(x, product.weight, product.scale, product.bias);
+      total += product.weight.size(0) * each.cost();
+    }
+    const int64_t num_shares = at::get_num_threads();
+    for_each_range(num_shares, [&](int64_t first_share, int64_t end_share) {
+      const int64_t begin = total * first_share / num_shares, end = total * end_share / num_shares;
+      int64_t before = 0;  // the cost of all experts before
+      for (const Rows& each : rows) {
+        const Product& product = products[each.expert];
+        const Panels weight(product.weight);
+        const auto panels_before = [&](int64_t cost) {
+          return std::clamp<int64_t>((cost - before + each.cost() - 1) / each.cost(), 0, weight.num_panels);
+        };
+        const int64_t first = begin > before ? panels_before(begin) : 0, last = end > before ? panels_before(end) : 0;
+        if (first < last)
+          multiply_share(data_of(x) + each.first * x.size(1), each.num, weight, first, last, outputs_of(product, each.first));
+        before += weight.num_panels * each.cost();
+      }
+    });
+  }
+
+  int64_t num_inner_, num_outputs_;
+  std::string activation_;
+  ClampedGate clamped_;
+  std::vector<Product> gated_, down_;
+};
+
+}  // namespace tandem
