@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from engine.attention.cpu_backend import CpuPlan
-from engine.kernels.cpu_experts import PanelExperts, PanelFourBitExperts
+from engine.kernels.cpu_experts import PanelClampedExperts, PanelExperts, PanelFourBitExperts
 from engine.kernels.cpu_products import PanelGatedLinear, PanelLinear, PanelLogits
 from engine.kernels.cpu_recurrent import CPU_OPS
 from engine.layers import Activation, CosSin, GatedLinear, Linear, RMSNorm
@@ -121,6 +121,7 @@ KERNEL_PARTS = Parts(
     expert_scores=PanelLogits,
     each_expert=PanelExperts,
     four_bit_experts=PanelFourBitExperts,
+    clamped_experts=PanelClampedExperts,
     recurrent_ops=CPU_OPS,
 )
 

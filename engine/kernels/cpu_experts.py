@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from engine.kernels.cpu_products import PANEL, PanelGatedLinear, PanelLinear, side_by_side
 from engine.layers import Activation
 from engine.models.expert_products import ExpertProducts, ExpertWeight
-from engine.models.four_bit_experts import ClampedGate, FourBitStack
+from engine.models.four_bit_experts import BiasedExpert, ClampedGate, FourBitStack
 from engine.weight import dequantized
 
 MOST_EXPONENT = 252
@@ -48,24 +48,39 @@ def _of_even_size(weight: ExpertWeight) -> ExpertWeight:
     return gate, up, F.pad(dequantized(down), (0, 1))
 
 
-class PanelFourBitExperts(ExpertProducts):
-    """A product reads 4.25 bits of a weight, and multiplies it as the bfloat16 that it stands for."""
+class PanelClampedExperts(ExpertProducts):
+    """gpt-oss' experts, with biases and a gate of their own."""
 
     reads_back = True
+
+    def __init__(self, experts: Iterable[BiasedExpert], gate: ClampedGate) -> None:
+        self._experts: Any = None
+        for (gate_weight, up, down), (gate_bias, up_bias, down_bias) in experts:
+            if self._experts is None:
+                self._experts = _clamped(gate, len(up), len(down))
+            gated, outer = PanelGatedLinear(gate_weight, up, gate_bias, up_bias), PanelLinear(down, down_bias)
+            self._experts.add(gated.panels, gated.scale, gated.bias, outer.panels, outer.scale, outer.bias)
+
+    def __call__(self, x_RD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+        y_RD: torch.Tensor = self._experts.forward(x_RD, ends_E)
+        return y_RD
+
+
+class PanelFourBitExperts(PanelClampedExperts):
+    """The same in MXFP4: a product reads 4.25 bits of a weight, and multiplies it as the bfloat16 that it is."""
 
     def __init__(self, gate_up: FourBitStack, down: FourBitStack, gate: ClampedGate) -> None:
         """`gate_up` [E, 2I, D], gate and up alternately; `down` [E, D, I]. Copies both. Raises `ValueError` if a number
         is too large for a bfloat16."""
-        I, D = gate_up.bias.shape[1] // 2, down.bias.shape[1]  # noqa: E741
-        self._experts = torch.classes.tandem_cpu.Experts(I, D, "clamped", gate.alpha, gate.limit)
+        self._experts = _clamped(gate, gate_up.bias.shape[1] // 2, down.bias.shape[1])
         for of_gate_up, of_down in zip(_each(gate_up), _each(down), strict=True):
             gated, gated_bias = _in_panels(*(side_by_side([each[::2], each[1::2]]) for each in of_gate_up))
             outer, outer_bias = _in_panels(*of_down)
             self._experts.add(gated, None, gated_bias, outer, None, outer_bias)
 
-    def __call__(self, x_RD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        y_RD: torch.Tensor = self._experts.forward(x_RD, ends_E)
-        return y_RD
+
+def _clamped(gate: ClampedGate, intermediate_size: int, hidden_size: int) -> Any:
+    return torch.classes.tandem_cpu.Experts(intermediate_size, hidden_size, "clamped", gate.alpha, gate.limit)
 
 
 _OfExpert = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

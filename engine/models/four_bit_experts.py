@@ -1,4 +1,4 @@
-"""Experts' weights that stay in MXFP4, as gpt-oss has them, and their gate.
+"""gpt-oss' experts: weights that stay in MXFP4, and their gate.
 
 OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025: `down(gate * sigmoid(alpha * gate) * (up + 1))` of clamped gate
 and up, whose outputs alternate; each product has a bias. The form of the weights: engine/model_loader/mxfp4.py.
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.models.expert_products import ExpertWeight
+
 GROUP, BIAS = 32, 127
 """Number of inputs that share a power of two, and the bias of its exponent."""
 
@@ -28,6 +30,10 @@ class FourBitStack:
     """[E, N, G] uint8: the power's exponent + 127."""
     bias: torch.Tensor
     """[E, N] in the model's dtype."""
+
+
+BiasedExpert = tuple[ExpertWeight, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+"""The weights of a gate, up and down, in 16 bits, and their biases."""
 
 
 @dataclass(frozen=True, slots=True)

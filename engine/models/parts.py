@@ -6,7 +6,7 @@ from weights, by their Hugging Face names. Neither keeps a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -35,7 +35,7 @@ from engine.models.expert_products import (
     sum_of_experts,
 )
 from engine.models.experts_config import ExpertsConfig
-from engine.models.four_bit_experts import ClampedGate, FourBitStack
+from engine.models.four_bit_experts import BiasedExpert, ClampedGate, FourBitStack
 from engine.models.layer import DecoderLayer, LayerStack, PlainLayers
 from engine.models.recurrent_ops import RecurrentOps
 from engine.models.recurrent_reference import TORCH_OPS
@@ -69,6 +69,8 @@ class Parts:
     """The same for weights in 4 bits (engine/int4_weight.py)."""
     four_bit_experts: Callable[[FourBitStack, FourBitStack, ClampedGate], ExpertProducts] | None = None
     """Takes (gate and up, down) in MXFP4. None: such weights are dequantised when they are loaded."""
+    clamped_experts: Callable[[Iterator[BiasedExpert], ClampedGate], ExpertProducts] | None = None
+    """Takes gpt-oss' experts in 16 bits, one by one. None: transformers' code computes them."""
     sum_of_experts: SumOfExperts = sum_of_experts
     recurrent_ops: RecurrentOps = TORCH_OPS
     sum_over_ranks: SumOverRanks | None = None

@@ -2,7 +2,7 @@
 
 transformers keeps a layer's experts in two tensors, and computes them by one of several functions, all of which do the
 same: those that its decorator `use_experts_implementation` describes. We replace experts of the common kind, with a
-gate by SiLU or GELU and without biases.
+gate by SiLU or GELU and without biases. gpt-oss' have biases and a gate of their own: the CPU kernels compute them, too.
 
 Shapes: T tokens, D hidden, A experts of each, E experts, I intermediate.
 """
@@ -16,12 +16,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from transformers.integrations import moe
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from engine.grains import INT4_GRAIN
 from engine.int4_weight import Int4Weight
 from engine.layers import Activation, Linear
 from engine.models.expert_products import ExpertProducts, ExpertWeight, stack_of
 from engine.models.experts import ChosenExperts
+from engine.models.four_bit_experts import BiasedExpert, ClampedGate
 from engine.models.gated_modules import activation_in
 from engine.models.parts import Parts
 from engine.models.transformers_experts import FourBitExperts
@@ -133,10 +135,30 @@ def replace_experts(
             if parts.each_expert is not None:
                 _replace_scores(causal_lm, path, sizes.num_experts, sizes.hidden_size, parts)
     assert not stored
-    if parts.each_expert is not None:
-        for path, module in list(causal_lm.named_modules()):
-            if isinstance(module, FourBitExperts):
-                _replace_scores(causal_lm, path, module.num_experts, module.hidden_size, parts)
+    if parts.clamped_experts is not None:
+        _replace_those_of_gpt_oss(causal_lm, parts, device)
+
+
+def _replace_those_of_gpt_oss(causal_lm: nn.Module, parts: Parts, device: str) -> None:
+    """In MXFP4, only their scores: the experts are ours already."""
+    assert parts.clamped_experts is not None
+    for path in [path for path, each in causal_lm.named_modules() if isinstance(each, GptOssExperts | FourBitExperts)]:
+        module: Any = causal_lm.get_submodule(path)
+        num_experts, hidden_size = module.num_experts, module.hidden_size
+        if isinstance(module, GptOssExperts):
+            products = parts.clamped_experts(_biased(module, device), ClampedGate(module.alpha, module.limit))
+            chosen = ChosenExperts(products, parts.sum_of_experts, num_experts, torch.device(device))
+            causal_lm.set_submodule(path, ReplacedExperts(chosen, num_experts))
+        _replace_scores(causal_lm, path, num_experts, hidden_size, parts)
+
+
+def _biased(module: Any, device: str) -> Iterator[BiasedExpert]:
+    """Gate and up alternate in transformers' tensors, [E, D, 2I]; `down` is [E, I, D]."""
+    names = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+    for each in zip(*(getattr(module, name).data for name in names), strict=True):
+        gate_up, gate_up_bias, down, down_bias = (x.to(device) for x in each)
+        weights = (gate_up.T[::2].contiguous(), gate_up.T[1::2].contiguous(), down.T.contiguous())
+        yield weights, (gate_up_bias[::2], gate_up_bias[1::2], down_bias)
 
 
 def _replace_scores(causal_lm: nn.Module, path: str, num_experts: int, hidden_size: int, parts: Parts) -> None:

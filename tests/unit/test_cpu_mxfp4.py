@@ -3,6 +3,7 @@ experts made of them, as gpt-oss has them, in an engine."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from four_bit_checkpoints import save_four_bits, with_all_experts
 from model_bench import Bench, engine_config, random_tokens
 from torch.nn.functional import linear
-from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
 
 from engine.kernels.cpu_experts import PanelFourBitExperts
 from engine.kernels.cpu_products import PanelLinear
@@ -108,6 +109,18 @@ def test_values_are_clamped() -> None:
     torch.testing.assert_close(found[0], GATE(both), rtol=2**-7, atol=0.0)
 
 
+def test_experts_in_16_bits_are_those_in_4(tmp_path: Path) -> None:
+    """To the bit, of one model in two checkpoints."""
+    logits = []
+    for save in (save_four_bits, save_plain):
+        save(tmp_path / save.__name__)
+        bench = Bench(engine_config(tmp_path / save.__name__, dtype="bfloat16", block_size=16, attention_backend="cpu"))
+        logits.append(bench.logits((bench.sequence(random_tokens(30, seed=5)), 30)))
+        assert not [each for each in bench.runner._model._body.modules() if isinstance(each, GptOssExperts)]
+    assert logits[0] is not None
+    assert torch.equal(*logits)
+
+
 def test_what_is_no_number_stays_in_its_row() -> None:
     experts = PanelFourBitExperts(stack_of(1, 128, 64), stack_of(1, 64, 64), GATE)
     x, ends = rows(5, 64), torch.tensor([5], dtype=torch.int32)
@@ -140,6 +153,12 @@ def test_weights_that_do_not_fit() -> None:
 # -- in an engine ---------------------------------------------------------------------------------------------------
 
 
+def save_plain(folder: Path) -> None:
+    """The same model with experts in 16 bits, as some publish it."""
+    model = save_four_bits(folder)
+    model.bfloat16().save_pretrained(folder)
+
+
 def test_logits_of_a_model_whose_experts_stay_in_4_bits(tmp_path: Path) -> None:
     save_four_bits(tmp_path)
     with_all_experts(tmp_path)
@@ -156,8 +175,9 @@ def test_logits_of_a_model_whose_experts_stay_in_4_bits(tmp_path: Path) -> None:
     assert (ours - exact).norm() < 1.2 * (plain - exact).norm()
 
 
-def test_a_token_has_the_same_bits_in_any_batch(tmp_path: Path) -> None:
-    save_four_bits(tmp_path)
+@pytest.mark.parametrize("save", [save_four_bits, save_plain])
+def test_a_token_has_the_same_bits_in_any_batch(save: Callable[[Path], object], tmp_path: Path) -> None:
+    save(tmp_path)
     config = engine_config(tmp_path, dtype="bfloat16", block_size=16, attention_backend="cpu")
 
     def last_logits(*beside: int) -> torch.Tensor:
@@ -182,9 +202,10 @@ def test_the_checkpoints_bytes_are_not_kept_beside_the_panels(tmp_path: Path) ->
     assert not [parameter for module in experts for parameter in module.parameters()]
 
 
-def test_scores_of_experts_have_the_same_bits_in_any_batch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("save", [save_four_bits, save_plain])
+def test_scores_of_experts_have_the_same_bits_in_any_batch(save: Callable[[Path], object], tmp_path: Path) -> None:
     """They are of our product, and its bias is added before they are rounded."""
-    save_four_bits(tmp_path)
+    save(tmp_path)
     bench = Bench(engine_config(tmp_path, dtype="bfloat16", block_size=16, attention_backend="cpu"))
     routers = [module for module in bench.runner._model._body.modules() if isinstance(module, GptOssTopKRouter)]
     assert [type(module.weight) for module in routers] == [ScoresWeight] * 3
