@@ -2,7 +2,7 @@
 
 transformers keeps a layer's experts in two tensors, and computes them by one of several functions, all of which do the
 same: those that its decorator `use_experts_implementation` describes. We replace experts of the common kind, with a
-gate by SiLU or GELU and without biases. gpt-oss' have biases and a gate of their own: the CPU kernels compute them, too.
+gate by SiLU or GELU and without biases. gpt-oss' have biases and a gate of their own: the CPU kernels compute these.
 
 Shapes: T tokens, D hidden, A experts of each, E experts, I intermediate.
 """
