@@ -27,9 +27,15 @@ class FourBitExperts(nn.Module):
     """Has the interface of `GptOssExperts`."""
 
     def __init__(self, like: GptOssExperts) -> None:
-        """`like`: the experts to replace; gives the sizes and the biases."""
+        """`like`: the experts to replace; gives the sizes and the biases. Raises `ValueError` if its inputs do not come
+        in groups."""
         super().__init__()
         E, D, X = like.gate_up_proj.shape
+        if D % GROUP or X // 2 % GROUP:
+            raise ValueError(
+                "config.json: with quant_method mxfp4, hidden_size and intermediate_size must be multiples of "
+                f"{GROUP}, are {D} and {X // 2}"
+            )
         self.num_experts, self.hidden_size = E, D
         device = like.gate_up_proj.device
         self._gate = ClampedGate(alpha=like.alpha, limit=like.limit)

@@ -114,6 +114,14 @@ def test_weights_made_up_are_as_large_as_others_and_hang_on_the_seed(
     assert not any(map(torch.equal, some[:1], others[:1]))
 
 
+@pytest.mark.parametrize("size", [{"hidden_size": 48}, {"intermediate_size": 80}])
+def test_sizes_that_do_not_come_in_groups(size: dict[str, int], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MXFP4 | size))
+    config = engine_config(tmp_path, load_format="dummy")
+    with pytest.raises(ValueError, match=r"hidden_size and intermediate_size must be multiples of 32, are \d+ and \d+"):
+        load_causal_lm(config, None, keeps_four_bits=True)
+
+
 def test_experts_of_other_models_have_no_such_weights() -> None:
     model_class = with_four_bit_experts(transformers.MixtralForCausalLM)
     config = transformers.MixtralConfig(**SMALL, num_local_experts=2)
