@@ -3,14 +3,14 @@ kernels know, right before they attend.
 
     apply_rotary_pos_emb(q, k, cos, sin) ──> q', k' ──> attention
 
-Nothing else may read q' and k': then whoever attends can rotate instead (transformers_attention.py). What a function
-computes is found out with random numbers.
+Nothing else may read q' and k', nor change q and k meanwhile: then whoever attends can rotate instead
+(transformers_attention.py). What a function computes is found out with random numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -55,6 +55,13 @@ class _Call:
     outputs: tuple[torch.Tensor, ...] = ()
     num_uses: int = 0
     """Of the outputs, by torch's functions."""
+    attended_by: list[str] = field(default_factory=list)
+    """The modules that attend with the outputs, once for each."""
+    versions: list[int] = field(default_factory=list)
+
+    def versions_now(self) -> list[int]:
+        """How often the inputs were changed in place, as torch counts it."""
+        return [x._version for x in self.inputs if isinstance(x, torch.Tensor)]
 
 
 class WatchedRotations(TorchFunctionMode):
@@ -72,13 +79,19 @@ class WatchedRotations(TorchFunctionMode):
     def attends(self, name: str, q_1NTH: torch.Tensor, k_1KTH: torch.Tensor) -> None:
         """A module attends with these."""
         self._attended[name] = (q_1NTH, k_1KTH)
+        for call in (self._made.get(id(x)) for x in (q_1NTH, k_1KTH)):
+            if call is not None:
+                call.attended_by.append(name)
+                call.num_uses += call.versions_now() != call.versions  # what is rotated later would be other numbers
 
     def of(self, name: str) -> Rotation | None:
         """After the step: how the module rotates what it attends with, if our kernels may do it."""
         calls = self._calls[name]
-        if len(calls) != 1 or calls[0].num_uses or calls[0].named.get("unsqueeze_dim", 1) != 1:
+        if len(calls) != 1 or calls[0].num_uses or calls[0].attended_by != [name, name]:
             return None
         (call,) = calls
+        if call.named.get("unsqueeze_dim", 1) != 1 or call.named.keys() - {"unsqueeze_dim"}:
+            return None
         made, attended = call.outputs, self._attended[name]
         if len(made) != 2 or made[0] is not attended[0] or made[1] is not attended[1] or len(call.inputs) != 4:
             return None
@@ -96,17 +109,20 @@ class WatchedRotations(TorchFunctionMode):
         self, func: Any, types: Iterable[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") != "__get__":  # such as a tensor's shape
+        result = func(*args, **kwargs)
+        # Most attributes, such as a tensor's shape, do not tell its numbers.
+        if getattr(func, "__name__", "") != "__get__" or isinstance(result, torch.Tensor):
             for value in torch.utils._pytree.tree_leaves((args, kwargs)):
                 if id(value) in self._made:
                     self._made[id(value)].num_uses += 1
-        return func(*args, **kwargs)
+        return result
 
     def _watched(self, calls: list[_Call], function: Any) -> Any:
         def watched(*inputs: Any, **named: Any) -> Any:
             call = _Call(function, inputs, named)
             calls.append(call)
             outputs = function(*inputs, **named)
+            call.versions = call.versions_now()
             if isinstance(outputs, tuple):
                 call.outputs = outputs
                 self._made |= {id(each): call for each in outputs}

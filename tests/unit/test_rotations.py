@@ -134,6 +134,25 @@ class UsedElsewhere(Attending):
         return q, k
 
 
+class ViewedByAnAttribute(Attending):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        self.turned = q.mT * 2
+        return q, k
+
+
+class WhoseInputsChange(Attending):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        rotated = apply_rotary_pos_emb(q, k, cos, sin)
+        k.mul_(2)
+        return rotated
+
+
+class InAnotherDirection(Attending):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        return apply_rotary_pos_emb(q, k, cos, sin, is_backwards=True)  # type: ignore[call-arg]
+
+
 class Twice(Attending):
     def forward(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
         self.other = apply_rotary_pos_emb(q, k, cos, sin)
@@ -176,6 +195,12 @@ def scaled(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
     return q * 1.01, k
 
 
+def either(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, is_backwards: bool = False
+) -> tuple[torch.Tensor, ...]:
+    return usual(q, k, cos, -sin if is_backwards else sin)
+
+
 def failing(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if q.device.type == "cpu":
         raise RuntimeError("not without a GPU")
@@ -194,7 +219,18 @@ def watched(module: nn.Module) -> Rotation | None:
 
 
 @pytest.mark.parametrize(
-    "kind", [Scaled, UsedElsewhere, Twice, AlongAnotherDim, Swapped, ByFinerTables, ByTablesOfSequences]
+    "kind",
+    [
+        Scaled,
+        UsedElsewhere,
+        ViewedByAnAttribute,
+        WhoseInputsChange,
+        Twice,
+        AlongAnotherDim,
+        Swapped,
+        ByFinerTables,
+        ByTablesOfSequences,
+    ],
 )
 def test_only_what_goes_straight_to_attention_is_rotated_later(kind: type[nn.Module]) -> None:
     assert watched(Attending()) == HALVES
@@ -207,6 +243,26 @@ def test_only_what_computes_the_same_is_rotated_later(
 ) -> None:
     monkeypatch.setitem(Attending.forward.__globals__, "apply_rotary_pos_emb", function)
     assert watched(Attending()) is None
+
+
+def test_a_function_is_judged_by_the_arguments_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(Attending.forward.__globals__, "apply_rotary_pos_emb", either)
+    assert watched(Attending()) == HALVES
+    assert watched(InAnotherDirection()) is None
+
+
+@pytest.mark.parametrize("shared", [0, 1])
+def test_what_another_module_attends_with_too_is_not_rotated_later(shared: int) -> None:
+    model = nn.ModuleDict({"first": Attending(), "second": Attending()})
+    rotations, table = WatchedRotations(model), torch.ones(1, 5, 8, device="meta")
+    with rotations:
+        heads = [torch.empty(1, n, 5, 8, device="meta") for n in (4, 2)]
+        first = model["first"](*heads, table, table.clone())
+        second = list(model["second"](*heads, table, table.clone()))
+        second[shared] = first[shared]
+        rotations.attends("first", *first)
+        rotations.attends("second", *second)
+    assert [rotations.of(name) for name in model] == [None, None]
 
 
 def test_queries_and_keys_that_are_not_those_that_were_to_be_rotated() -> None:
