@@ -30,6 +30,12 @@ class Cut:
         """The part's range in a whole of this size along the axis."""
         return self.part((size // self.num_parts,) * (self.axis + 1))
 
+    def part_in_groups(self, size: int, group_size: int) -> range:
+        """Like `part_of`, in whole groups, of which some parts have one more than others."""
+        num_groups = size // group_size
+        first, end = (i * num_groups // self.num_parts for i in (self.index, self.index + 1))
+        return range(first * group_size, end * group_size)
+
 
 CutOf = Callable[[str], Cut | None]
 """Maps a product's name to its cut; None: the whole product."""

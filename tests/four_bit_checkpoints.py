@@ -23,9 +23,9 @@ def random_bytes(*shape: int, low: int = 0, high: int = 256) -> torch.Tensor:
     return torch.randint(low, high, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(7))
 
 
-def save_four_bits(folder: Path) -> transformers.PreTrainedModel:
+def save_four_bits(folder: Path, *, intermediate_size: int = 64) -> transformers.PreTrainedModel:
     """Write a checkpoint to `folder`; return the model with the dequantized weights."""
-    sizes = SMALL | {"hidden_size": 96, "intermediate_size": 64}
+    sizes = SMALL | {"hidden_size": 96, "intermediate_size": intermediate_size}
     config = transformers.GptOssConfig(
         **sizes, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=8, pad_token_id=0
     )

@@ -21,8 +21,10 @@ from torch import nn
 from engine.layers import Linear, SumOverRanks
 from engine.models.expert_parts import keep_part
 from engine.models.expert_products import ExpertWeight
+from engine.models.four_bit_experts import GROUP
 from engine.models.share import AnyWeight
 from engine.models.split import EXPERTS, GATHERED, INPUTS, Split
+from engine.models.transformers_experts import FourBitExperts
 from engine.narrow_weight import NarrowWeight
 from engine.tensor_parallel.group import RankGroup
 from engine.weight import part_of
@@ -88,8 +90,10 @@ class TransformersShare:
             if name in stored:
                 stored[name] = [_part_of_expert(expert, cut) for expert in stored[name]]
             else:
-                part = cut.part_of(self._splits[name].num_units)
-                keep_part(causal_lm.get_submodule(name), part, has_output_bias=self._group.rank == 0)
+                module, num_units = causal_lm.get_submodule(name), self._splits[name].num_units
+                in_groups = isinstance(module, FourBitExperts) and num_units >= GROUP * cut.num_parts
+                part = cut.part_in_groups(num_units, GROUP) if in_groups else cut.part_of(num_units)
+                keep_part(module, part, has_output_bias=self._group.rank == 0)
 
     def sum_experts(self, causal_lm: nn.Module) -> None:
         for name, _ in self._cut_experts():

@@ -42,6 +42,8 @@ from engine.sampling_params import SamplingParams
 from engine.scheduling.sequence import ScheduledSequence, SchedulerOutput, Sequence
 from engine.tensor_parallel.group import RankGroup
 from engine.tensor_parallel.shares import share_of
+from engine.weight_cut import OUTPUTS as OUTPUTS_AXIS
+from engine.weight_cut import Cut
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -148,11 +150,11 @@ def test_each_family_that_is_split(family: str, tmp_path: Path) -> None:
     check_against_transformers(model, Ranks(config_of(tmp_path), tmp_path))
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen3-moe", "gpt-oss in MXFP4"])
+@pytest.mark.parametrize("name", ["gemma3", "qwen3-moe", "gpt-oss in MXFP4", "gpt-oss in MXFP4, parts unlike"])
 def test_ranks_with_the_cpu_kernels(name: str, tmp_path: Path) -> None:
     """As close to float32 as one rank."""
-    if name == "gpt-oss in MXFP4":
-        save_four_bits(tmp_path)
+    if name.startswith("gpt-oss in MXFP4"):
+        save_four_bits(tmp_path, intermediate_size=96 if name.endswith("unlike") else 64)  # 32 share a scale
         with_all_experts(tmp_path)
     else:
         save_model(CONFIGS[name](), tmp_path)
@@ -245,6 +247,14 @@ def test_parts_of_experts_in_four_bits_are_those_of_what_they_stand_for(tmp_path
         assert torch.equal(own.down_proj_bias, blocks.down_proj_bias * (rank == 0))
     with pytest.raises(ValueError, match="tensor_parallel_size cuts a weight at input 48, where 32 share a scale"):
         keep_part(blocks, range(48), has_output_bias=True)
+
+
+@pytest.mark.parametrize(("size", "num_parts"), [(2880, 4), (2880, 2), (96, 2), (96, 3)])
+def test_parts_in_groups_are_all_of_it(size: int, num_parts: int) -> None:
+    parts = [Cut(OUTPUTS_AXIS, num_parts, index).part_in_groups(size, 32) for index in range(num_parts)]
+    assert [i for part in parts for i in part] == list(range(size))
+    assert all(part.start % 32 == 0 for part in parts)
+    assert {len(part) // 32 for part in parts} <= {size // 32 // num_parts, size // 32 // num_parts + 1}
 
 
 # -- what is refused ------------------------------------------------------------------------------------------------
