@@ -153,6 +153,28 @@ class InAnotherDirection(Attending):
         return apply_rotary_pos_emb(q, k, cos, sin, is_backwards=True)  # type: ignore[call-arg]
 
 
+class WithCellsAndDefaults(Attending):
+    """Whose `forward` refers to its class, and has defaults of all kinds."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *more: int, is_real: bool = True
+    ) -> Any:
+        assert not super().extra_repr()
+        assert is_real
+        return apply_rotary_pos_emb(q, k, cos, sin)
+
+
+class WithForwardOfItsOwn(Attending):
+    """Which may not be that of its class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward = self.of_neighbours
+
+    def of_neighbours(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        return q * cos, k * sin
+
+
 class Twice(Attending):
     def forward(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
         self.other = apply_rotary_pos_emb(q, k, cos, sin)
@@ -173,6 +195,35 @@ class Swapped(Attending):
 class ByFinerTables(Attending):
     def forward(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
         return apply_rotary_pos_emb(q, k, cos.double(), sin.double())
+
+
+class BySinesOfAnotherDtype(Attending):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        return apply_rotary_pos_emb(q, k, cos, sin.bfloat16())
+
+
+class ByOneRowOfSines(Attending):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        return apply_rotary_pos_emb(q, k, cos, sin[:, :1])
+
+
+class OfOneQuery(Attending):
+    """Which is rotated to all positions."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        return apply_rotary_pos_emb(q[:, :, :1], k, cos, sin)
+
+
+class OfOneKey(Attending):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        return apply_rotary_pos_emb(q, k[:, :, :1], cos, sin)
+
+
+class ByCoarserHeads(Attending):
+    """Whose tables are in float32, which our kernels read, too."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        return apply_rotary_pos_emb(q.bfloat16(), k.bfloat16(), cos, sin)
 
 
 class ByTablesOfSequences(Attending):
@@ -229,6 +280,10 @@ def watched(module: nn.Module) -> Rotation | None:
         AlongAnotherDim,
         Swapped,
         ByFinerTables,
+        BySinesOfAnotherDtype,
+        ByOneRowOfSines,
+        OfOneQuery,
+        OfOneKey,
         ByTablesOfSequences,
     ],
 )
@@ -243,6 +298,17 @@ def test_only_what_computes_the_same_is_rotated_later(
 ) -> None:
     monkeypatch.setitem(Attending.forward.__globals__, "apply_rotary_pos_emb", function)
     assert watched(Attending()) is None
+
+
+@pytest.mark.parametrize("kind", [WithCellsAndDefaults, ByCoarserHeads])
+def test_what_else_goes_straight_to_attention(kind: type[nn.Module]) -> None:
+    assert watched(kind()) == HALVES
+
+
+def test_a_module_with_another_forward_than_its_class_keeps_it() -> None:
+    module = WithForwardOfItsOwn()
+    assert watched(module) is None
+    assert module.forward == module.of_neighbours
 
 
 def test_a_function_is_judged_by_the_arguments_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
