@@ -18,7 +18,7 @@ from engine.lora.adapters import AddedPart
 from engine.weight import as_int4
 
 BFLOAT16 = torch.bfloat16
-NUM_ROWS = [1, 12, 13, 33, 193]
+NUM_ROWS = [1, 2, 3, 4, 12, 13, 33, 193]
 SIZES = [(32, 1, 32), (64, 31, 32), (128, 130, 64), (576, 960, 32), (576, 40, 576), (384, 500, 128)]
 """(inputs, outputs, inputs of a group): panels that are not full, groups of several steps, a single group."""
 

@@ -21,15 +21,13 @@ from engine.models.replaced_experts import ScoresWeight
 from engine.models.transformers_experts import FourBitExperts
 
 BFLOAT16 = torch.bfloat16
-NUM_ROWS = [1, 12, 13, 33, 193]
+NUM_ROWS = [1, 2, 3, 4, 12, 13, 33, 193]
 GATE = ClampedGate(alpha=1.702, limit=0.7)
 
 pytestmark = pytest.mark.usefixtures("cpu_threads")
 
 
-def stack_of(
-    num_experts: int, num_outputs: int, num_inputs: int, *, scales: tuple[int, int] = (119, 126)
-) -> FourBitStack:
+def stack_of(num_experts: int, num_outputs: int, num_inputs: int) -> FourBitStack:
     generator = torch.Generator().manual_seed(num_outputs + num_inputs)
     pairs = torch.randint(0, 256, (num_experts, num_outputs, num_inputs // 2), generator=generator, dtype=torch.uint8)
     shape = (num_experts, num_outputs, num_inputs // 32)
@@ -148,6 +146,8 @@ def test_weights_that_do_not_fit() -> None:
     for wrong in (stack.scales[0, :32].contiguous(), stack.scales[0, :, :1].contiguous(), stack.scales[0].int()):
         with pytest.raises(RuntimeError, match=r"bytes|an exponent for each 32 inputs"):
             torch.ops.tandem_cpu.pack_mxfp4(stack.pairs[0], wrong)
+    with pytest.raises(RuntimeError, match="at most 125"):
+        torch.ops.tandem_cpu.pack_mxfp4(stack.pairs[0], torch.full_like(stack.scales[0], 253))
 
 
 # -- in an engine ---------------------------------------------------------------------------------------------------

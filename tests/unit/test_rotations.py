@@ -207,6 +207,21 @@ class ByOneRowOfSines(Attending):
         return apply_rotary_pos_emb(q, k, cos, sin[:, :1])
 
 
+class ByOneRow(Attending):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        return apply_rotary_pos_emb(q, k, cos[:, :1], sin[:, :1])
+
+
+class WithoutNames(Attending):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        return apply_rotary_pos_emb(q, k, cos[:, :1], sin[:, :1], 2)
+
+
+class ByNames(Attending):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        return apply_rotary_pos_emb(q, k, cos=sin, sin=cos)
+
+
 class OfOneQuery(Attending):
     """Which is rotated to all positions."""
 
@@ -282,6 +297,9 @@ def watched(module: nn.Module) -> Rotation | None:
         ByFinerTables,
         BySinesOfAnotherDtype,
         ByOneRowOfSines,
+        ByOneRow,
+        WithoutNames,
+        ByNames,
         OfOneQuery,
         OfOneKey,
         ByTablesOfSequences,
@@ -309,6 +327,17 @@ def test_a_module_with_another_forward_than_its_class_keeps_it() -> None:
     module = WithForwardOfItsOwn()
     assert watched(module) is None
     assert module.forward == module.of_neighbours
+
+
+def test_a_function_that_returns_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    class WithoutTheRest(Attending):
+        def forward(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+            return apply_rotary_pos_emb(q, k, cos, sin)[:2]
+
+    names = Attending.forward.__globals__
+    assert watched(WithoutTheRest()) == HALVES
+    monkeypatch.setitem(names, "apply_rotary_pos_emb", lambda q, k, cos, sin: (*usual(q, k, cos, sin), cos))
+    assert watched(WithoutTheRest()) is None
 
 
 def test_a_function_is_judged_by_the_arguments_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,3 +369,27 @@ def test_queries_and_keys_that_are_not_those_that_were_to_be_rotated() -> None:
     assert step.tables_for(HALVES, q, k)[1] == 8
     with pytest.raises(ValueError, match="values to unpack"):
         step.tables_for(HALVES, q, k)
+
+
+def test_tables_are_made_once_in_a_step_for_each_that_the_code_has() -> None:
+    step, (q, k) = PagedStep(), (torch.ones(1, 1, 3, 8) for _ in range(2))
+    cos, sin, other_cos, other_sin = torch.randn(4, 1, 3, 8, generator=torch.Generator().manual_seed(1)).unbind()
+    found = []
+    for tables in ((cos, sin), (cos, other_sin), (other_cos, sin), (cos, sin)):
+        step.rotate_later(q, k, *tables)
+        found.append(step.tables_for(HALVES, q, k)[0])
+    for (ours, signed), theirs in zip(found, ((cos, sin), (cos, other_sin), (other_cos, sin)), strict=False):
+        assert torch.equal(ours[:, 0], theirs[0][0])
+        assert torch.equal(signed[:, 0, 4:], theirs[1][0, :, 4:])
+    assert found[3] is found[0]
+    step.end()
+    assert not step.cos_sin, "the tables of all steps would be kept"
+
+
+def test_tables_that_are_gone_are_not_taken_for_others() -> None:
+    """Each layer may have its own, in the same place."""
+    step, (q, k) = PagedStep(), (torch.ones(1, 1, 3, 8) for _ in range(2))
+    for number in range(20):
+        step.rotate_later(q, k, torch.full((1, 3, 8), float(number)), torch.ones(1, 3, 8))
+        (cos, _), _ = step.tables_for(HALVES, q, k)
+        assert cos.unique().tolist() == [number]
