@@ -146,6 +146,9 @@ def test_weights_that_do_not_fit() -> None:
     for wrong in (stack.scales[0, :32].contiguous(), stack.scales[0, :, :1].contiguous(), stack.scales[0].int()):
         with pytest.raises(RuntimeError, match=r"bytes|an exponent for each 32 inputs"):
             torch.ops.tandem_cpu.pack_mxfp4(stack.pairs[0], wrong)
+    panels = torch.ops.tandem_cpu.pack_mxfp4(stack.pairs[0], stack.scales[0])
+    with pytest.raises(RuntimeError, match="weight in panels of MXFP4"):
+        torch.ops.tandem_cpu.linear(rows(1, 64), panels[:, :, 1:].contiguous(), None, None, 64)
     with pytest.raises(RuntimeError, match="at most 125"):
         torch.ops.tandem_cpu.pack_mxfp4(stack.pairs[0], torch.full_like(stack.scales[0], 253))
 

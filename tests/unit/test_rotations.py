@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engine.models.rotation_probe import WatchedRotations
+from engine.models.rotations import cos_sin_of
 from engine.models.scores import ROTATIONS, Rotation
 from engine.models.transformers_attention import PagedStep
 from engine.models.transformers_config import TransformersConfig
@@ -386,10 +388,23 @@ def test_tables_are_made_once_in_a_step_for_each_that_the_code_has() -> None:
     assert not step.cos_sin, "the tables of all steps would be kept"
 
 
-def test_tables_that_are_gone_are_not_taken_for_others() -> None:
-    """Each layer may have its own, in the same place."""
-    step, (q, k) = PagedStep(), (torch.ones(1, 1, 3, 8) for _ in range(2))
-    for number in range(20):
-        step.rotate_later(q, k, torch.full((1, 3, 8), float(number)), torch.ones(1, 3, 8))
-        (cos, _), _ = step.tables_for(HALVES, q, k)
-        assert cos.unique().tolist() == [number]
+def test_tables_are_kept_until_the_step_ends() -> None:
+    """Each layer may have its own: in the place of one that is gone there could be another."""
+    step, (q, k, cos, sin) = PagedStep(), (torch.ones(1, 1, 3, 8) for _ in range(4))
+    tables = [cos[0], sin[0]]
+    kept = [weakref.ref(table) for table in tables]
+    step.rotate_later(q, k, *tables)
+    step.tables_for(HALVES, q, k)
+    tables.clear()
+    assert all(table() is not None for table in kept)
+    step.end()
+    assert all(table() is None for table in kept)
+
+
+def test_tables_lie_in_one_piece_as_our_kernels_read_them() -> None:
+    table = torch.randn(1, 3, 16, generator=torch.Generator().manual_seed(1))
+    for rotation in ROTATIONS:
+        ours = cos_sin_of(rotation, table[..., ::2], table[..., 1::2])
+        assert all(each.is_contiguous() for each in ours)
+        copied = cos_sin_of(rotation, table[..., ::2].contiguous(), table[..., 1::2].contiguous())
+        assert all(map(torch.equal, ours, copied))
