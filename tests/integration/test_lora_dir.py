@@ -39,12 +39,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write(folder: Path, seed: int, rank: int = 4) -> Path:
-    """Write an adapter that appears complete at once: written under a hidden name, then renamed."""
-    hidden = folder.with_name(f".{folder.name}")
+    """Write an adapter that appears complete at once, and takes the place of another so quickly that nobody sees the
+    name without one: written under a hidden name, then renamed."""
+    hidden, before = (folder.with_name(f".{folder.name}{end}") for end in ("", ".before"))
     write_adapter(hidden, seed=seed, rank=rank, products=PRODUCTS)
     if folder.exists():
-        shutil.rmtree(folder)
-    return hidden.rename(folder)
+        folder.rename(before)
+    written = hidden.rename(folder)
+    shutil.rmtree(before, ignore_errors=True)
+    return written
 
 
 async def known(cluster: Cluster) -> list[str]:

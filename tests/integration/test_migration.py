@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -86,13 +86,15 @@ def model(openai_client: openai.OpenAI) -> str:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_stream_goes_on_at_the_next_position(cluster: RunningCluster, name: str) -> None:
-    sampling = {"max_tokens": 400, "ignore_eos": True, "logprobs": 2, **SAMPLINGS[name]}
+    sampling = {"max_tokens": 800, "ignore_eos": True, "logprobs": 2, **SAMPLINGS[name]}
     with Client(cluster.address) as client:
         expected = client.generate(PROMPT, **sampling)  # type: ignore[arg-type]
         received: list[int] = []
         logprobs: list[inference_pb.TokenLogprobs] = []
-        kill = cache(lambda: os.kill(serving_decode_worker(cluster), signal.SIGKILL))  # once
+        serving = cache(partial(serving_decode_worker, cluster))  # looked for early: answers end soon
+        kill = cache(lambda: os.kill(serving(), signal.SIGKILL))  # once
         for chunk in client.stream(PROMPT, **sampling):  # type: ignore[arg-type]
+            serving()
             received += chunk.token_ids  # the client fails on gaps and repetitions
             logprobs += chunk.logprobs
             if len(received) >= 20:
@@ -245,7 +247,7 @@ def test_streams_are_spread_over_routers_and_outlive_one(cluster: RunningCluster
     command = [*first.cmdline(), "--redis", first.environ()["REDIS_URL"]]
     command[command.index("--listen") + 1] = "127.0.0.1:0"
     gateway = [sys.executable, "-P", "-m", "gateway", "--listen", "127.0.0.1:0", "--router"]
-    asked = {"prompt": PROMPT, "max_tokens": 800, "temperature": 0.0, "ignore_eos": True}
+    asked = {"prompt": PROMPT, "max_tokens": 1600, "temperature": 0.0, "ignore_eos": True}
     with ExitStack() as stack:
         other, process = stack.enter_context(process_of_ours(command, tmp_path / "router.log"))
         targets = [*gateway, f"ipv4:{cluster.address},{other}"]
