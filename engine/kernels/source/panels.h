@@ -135,10 +135,9 @@ struct PairsOfPanel {
     work(of_mxfp4(), FourBitStep());
   }
 
-  // The same for two panels in 4 bits that are read side by side: work(get, get of `other`, step).
+  // The same for two panels in MXFP4 that are read side by side: work(get, get of `other`, step).
   template <class Work>
   void read_with(const PairsOfPanel& other, const Work& work) const {
-    if (form_ == Form::INT4) return work(of_int4(), other.of_int4(), FourBitStep());
     work(of_mxfp4(), other.of_mxfp4(), FourBitStep());
   }
 

@@ -14,7 +14,7 @@ constexpr int MATMUL_ROWS = 12;  // rows that share a load of weights: their sum
 constexpr int MATMUL_ROWS = 3;
 #endif
 constexpr int64_t ROWS_OF_ITEM = 16 * MATMUL_ROWS;
-constexpr int MOST_BY_TWOS = MATMUL_ROWS / 4;  // rows with which two panels in 4 bits are read side by side
+constexpr int MOST_BY_TWOS = MATMUL_ROWS / 4;  // rows with which two panels in MXFP4 are read side by side
 
 // Sums of R rows and one panel. Meanwhile prefetches LINES cache lines for each pair; `ahead[i]` is the i-th piece of
 // memory to prefetch.
@@ -48,7 +48,7 @@ constexpr std::array<MultiplyRows, sizeof...(R)> pairs_of_rows(std::integer_sequ
   return {multiply_rows<R + 1, LINES>...};
 }
 
-// Sums of R rows and two panels in 4 bits. With so few rows, the sums of one panel would wait for each other longer than
+// Sums of R rows and two panels in MXFP4. With so few rows, the sums of one panel would wait for each other longer than
 // it takes to convert the weights. Meanwhile prefetches `lines` cache lines from `ahead` on in each step.
 template <int R>
 void multiply_two_panels(
@@ -74,7 +74,7 @@ void multiply_two_panels(
 // Calls finish(row, panel, two vectors of sums) for the R rows and panels in [begin, end), an even number of them.
 template <int R, class Finish>
 void multiply_by_twos(const uint32_t* x, const Panels& weight, int64_t begin, int64_t end, const Finish& finish) {
-  const int64_t bytes = 2 * weight.panel_bytes(), steps = weight.pairs / INT4_STEP_PAIRS;
+  const int64_t bytes = 2 * weight.panel_bytes(), steps = weight.pairs / MXFP4_PAIRS;
   const int64_t lines = (bytes + steps * ReadAhead::LINE - 1) / (steps * ReadAhead::LINE);
   F16 sums[2][R][2];
   std::vector<uint32_t> rooms[2];
@@ -105,7 +105,7 @@ void multiply_pairs_share(
   static constexpr std::array MULTIPLY = {pairs_of_rows<0>(ROW_COUNTS), pairs_of_rows<1>(ROW_COUNTS), pairs_of_rows<2>(ROW_COUNTS)};
   const int64_t pairs = weight.pairs, row_blocks = row_blocks_of(T);
   const uint32_t* xp = reinterpret_cast<const uint32_t*>(x);
-  if (T <= MOST_BY_TWOS && weight.in_four_bits()) {
+  if (T <= MOST_BY_TWOS && weight.form == Form::MXFP4) {
     const int64_t even = end - (end - begin) % 2;
     with_rows<1, MOST_BY_TWOS>(T, [&](auto rows) { multiply_by_twos<decltype(rows)::value>(xp, weight, begin, even, finish); });
     begin = even;
