@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from engine.kernels.build import load_cpu_kernels
 from engine.kernels.cpu_experts import PanelExperts
 from engine.kernels.cpu_products import PanelGatedLinear, PanelLinear
 from engine.layers import Activation
@@ -24,6 +25,11 @@ NUMS_ROWS = {
     "many and few": [1, 300, 0, 17],
     "the last has none": [40, 1, 5, 0],
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> None:
+    load_cpu_kernels()
 
 
 @pytest.fixture(params=[1, 2, 5])
