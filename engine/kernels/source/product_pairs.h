@@ -57,15 +57,16 @@ void multiply_two_panels(
   first.read_with(second, [&](auto&& get_first, auto&& get_second, auto step) {
     constexpr int64_t STEP = decltype(step)::value;
     Sums acc[2][R][2 * PARTS] = {};
+    const auto add = [&](int p, const uint32_t* pair, int64_t k) {
+      for (int i = 0; i < 2 * PARTS; i++) {
+        const Pairs weights = load<Pairs>(pair + i * REGISTER);
+        for (int r = 0; r < R; r++) acc[p][r][i] = dot_pairs(acc[p][r][i], weights, x[r * pairs + k]);
+      }
+    };
     for (int64_t k = 0; k < pairs;) {
-      const uint32_t* from[2] = {get_first(k, STEP), get_second(k, STEP)};
+      const uint32_t *one = get_first(k, STEP), *other = get_second(k, STEP);
       for (int64_t i = 0; i < lines; i++, ahead += ReadAhead::LINE) __builtin_prefetch(ahead, 0, 2);
-      for (int64_t of_step = 0; of_step < STEP; of_step++, k++)
-        for (int p = 0; p < 2; p++)
-          for (int i = 0; i < 2 * PARTS; i++) {
-            const Pairs weights = load<Pairs>(from[p] + of_step * PANEL + i * REGISTER);
-            for (int r = 0; r < R; r++) acc[p][r][i] = dot_pairs(acc[p][r][i], weights, x[r * pairs + k]);
-          }
+      for (int64_t of_step = 0; of_step < STEP; of_step++, k++, one += PANEL, other += PANEL) add(0, one, k), add(1, other, k);
     }
     std::memcpy(sums, acc, sizeof(acc));
   });
