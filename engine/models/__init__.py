@@ -13,9 +13,9 @@ experts.py                a few of many: experts_config.py, expert_choice.py, ex
 eagle_head.py             guesses from a decoder's hidden states; eagle_config.py
 
 transformers_model.py     transformers' code over our attention, as transformers_config.py describes it, which
-                          transformers_probe.py and product_probe.py find out; transformers_attention.py: that
-                          attention, which also rotates (rotation_probe.py: where; rotations.py: how);
-                          transformers_head.py: from hidden states to logits
+                          transformers_probe.py, mask_probe.py and product_probe.py find out;
+                          transformers_attention.py: that attention, which also rotates (rotation_probe.py: where;
+                          rotations.py: how); transformers_head.py: from hidden states to logits
 transformers_products.py  our products in place of its linear layers (product_modules.py); gated_modules.py: which
                           have a gate
 replaced_experts.py       our products in place of its experts; in MXFP4: transformers_experts.py,

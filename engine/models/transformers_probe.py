@@ -19,7 +19,6 @@ import json
 import math
 import tempfile
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +28,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from engine.models.head_shape import HeadShape, pool_shape, why_not_together
+from engine.models.mask_probe import watched_mask, window_of
 from engine.models.product_probe import WatchedProducts, splits_of
 from engine.models.recurrent_probe import CannotServeError, take_recurrent_layers, why_not_its_states
 from engine.models.recurrent_shape import RecurrentLayer
@@ -200,7 +200,7 @@ class _Watcher:
         if why_not := _why_not_call(q, k, v, mask, arguments):
             raise CannotServeError(why_not)
         if mask.window is None:  # layers share masks, and a million positions take some milliseconds
-            mask.window = _window_of(mask.function, self.max_positions)
+            mask.window = window_of(mask.function, self.max_positions)
         self.rotations.attends(self.name, q, k)
         head_dim, scale = q.shape[3], arguments.get("scaling")
         self.calls.append(
@@ -248,51 +248,8 @@ def _watched_attention(
     return torch.empty(batch, num_tokens, num_heads, head_dim, dtype=query.dtype, device=query.device), None
 
 
-class _Mask(torch.Tensor):
-    """What was made from it, by any operation, is another mask; except all of it, which Gemma 4's code takes."""
-
-    function: Callable[..., Any] | None = None
-    window: int | None = None
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        part: torch.Tensor = super().__getitem__(index)
-        return self if part.shape == self.shape else part
-
-
-def _watched_mask(*, batch_size: int, q_length: int, kv_length: int, mask_function: Any, **_rest: Any) -> torch.Tensor:
-    mask = torch.empty(batch_size, 1, q_length, kv_length, dtype=torch.bool, device="meta").as_subclass(_Mask)
-    mask.function = mask_function
-    return mask
-
-
 AttentionInterface.register(WATCHED, _watched_attention)
-AttentionMaskInterface.register(WATCHED, _watched_mask)
-
-
-def _window_of(mask_function: Callable[..., Any], num_positions: int) -> int:
-    """The sliding window of a mask, which transformers gives as a function of (sequence, head, query's position, key's
-    position).
-
-    0: a token sees all before it. Examines only positions at which a window would show. Raises `CannotServeError` if
-    the mask is neither of them.
-    """
-    keys = torch.arange(num_positions)
-    zero = torch.tensor(0)
-
-    def seen(query: int) -> torch.Tensor:
-        return torch.as_tensor(mask_function(zero, zero, torch.tensor(query), keys)).expand(num_positions)
-
-    last = num_positions - 1
-    num_seen = int(seen(last).sum())
-    window = 0 if num_seen == num_positions else num_seen
-    first_seen = window or num_positions
-    for query in {0, 1, first_seen - 1, min(first_seen, last), min(first_seen + 1, last), num_positions // 2, last}:
-        expected = keys <= query
-        if window:
-            expected &= keys > query - window
-        if not torch.equal(seen(query), expected):
-            raise CannotServeError("a token sees tokens other than all, or the last few, of those before it")
-    return window
+AttentionMaskInterface.register(WATCHED, watched_mask)
 
 
 def model_without_weights(config: Any) -> Any:
