@@ -21,22 +21,28 @@ MOST_EXPONENT = 252
 """As in source/mxfp4.h."""
 
 
-class PanelExperts(ExpertProducts):
-    """Each expert reads its weights once for all its rows."""
+class _InOneCall(ExpertProducts):
+    """All experts of a layer. Each reads its weights once for all its rows."""
 
     reads_back = True
+    _experts: Any
+    """torch.classes.tandem_cpu.Experts"""
+
+    def __call__(self, x_RD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+        y_RD: torch.Tensor = self._experts.forward(x_RD, ends_E)
+        return y_RD
+
+
+class PanelExperts(_InOneCall):
+    """Experts with a gate by SiLU or GELU, plain or in 8 or 4 bits."""
 
     def __init__(self, weights: Iterable[ExpertWeight], activation: Activation = "silu") -> None:
-        self._experts: Any = None
+        self._experts = None
         for gate, up, down in map(_of_even_size, weights):
             if self._experts is None:
                 self._experts = torch.classes.tandem_cpu.Experts(len(gate), len(down), activation, 0.0, 0.0)
             gated, outer = PanelGatedLinear(gate, up, None, None), PanelLinear(down)
             self._experts.add(gated.panels, gated.scale, None, outer.panels, outer.scale, None)
-
-    def __call__(self, x_RD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        y_RD: torch.Tensor = self._experts.forward(x_RD, ends_E)
-        return y_RD
 
 
 def _of_even_size(weight: ExpertWeight) -> ExpertWeight:
@@ -48,22 +54,16 @@ def _of_even_size(weight: ExpertWeight) -> ExpertWeight:
     return gate, up, F.pad(dequantized(down), (0, 1))
 
 
-class PanelClampedExperts(ExpertProducts):
+class PanelClampedExperts(_InOneCall):
     """gpt-oss' experts, with biases and a gate of their own."""
 
-    reads_back = True
-
     def __init__(self, experts: Iterable[BiasedExpert], gate: ClampedGate) -> None:
-        self._experts: Any = None
+        self._experts = None
         for (gate_weight, up, down), (gate_bias, up_bias, down_bias) in experts:
             if self._experts is None:
                 self._experts = _clamped(gate, len(up), len(down))
             gated, outer = PanelGatedLinear(gate_weight, up, gate_bias, up_bias), PanelLinear(down, down_bias)
             self._experts.add(gated.panels, gated.scale, gated.bias, outer.panels, outer.scale, outer.bias)
-
-    def __call__(self, x_RD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        y_RD: torch.Tensor = self._experts.forward(x_RD, ends_E)
-        return y_RD
 
 
 class PanelFourBitExperts(PanelClampedExperts):
