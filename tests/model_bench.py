@@ -132,3 +132,17 @@ def check_layers_are_announced(config: EngineConfig) -> None:
     seq.token_ids.append(3)
     bench.executor.launch(SchedulerOutput([ScheduledSequence(seq, 1)], [])).wait()
     assert seen == [0, 1, 2]  # nothing exported, nothing announced
+
+
+def logits_of_backends(folder: Path, **settings: Any) -> list[torch.Tensor]:
+    """Of the same steps by the CPU kernels in bfloat16, and by plain torch in bfloat16 and in float32."""
+    results = []
+    for backend, dtype in (("cpu", "bfloat16"), ("torch", "bfloat16"), ("torch", "float32")):
+        bench = Bench(engine_config(folder, dtype=dtype, block_size=16, attention_backend=backend, **settings))
+        late, running = bench.sequence(random_tokens(40, seed=4)), bench.sequence(random_tokens(30, seed=5))
+        bench.logits((late, 20))
+        bench.logits((running, 29), (late, 10))
+        logits = bench.logits((running, 1), (late, 10))
+        assert logits is not None
+        results.append(logits.float())
+    return results

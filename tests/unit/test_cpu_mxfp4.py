@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from four_bit_checkpoints import save_four_bits, with_all_experts
-from model_bench import Bench, engine_config, random_tokens
+from model_bench import Bench, engine_config, logits_of_backends, random_tokens
 from torch.nn.functional import linear
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssTopKRouter
 
@@ -165,16 +165,7 @@ def save_plain(folder: Path) -> None:
 def test_logits_of_a_model_whose_experts_stay_in_4_bits(tmp_path: Path) -> None:
     save_four_bits(tmp_path)
     with_all_experts(tmp_path)
-    results = []
-    for backend, dtype in (("cpu", "bfloat16"), ("torch", "bfloat16"), ("torch", "float32")):
-        bench = Bench(engine_config(tmp_path, dtype=dtype, block_size=16, attention_backend=backend))
-        late, running = bench.sequence(random_tokens(40, seed=4)), bench.sequence(random_tokens(30, seed=5))
-        bench.logits((late, 20))
-        bench.logits((running, 29), (late, 10))
-        logits = bench.logits((running, 1), (late, 10))
-        assert logits is not None
-        results.append(logits.float())
-    ours, plain, exact = results
+    ours, plain, exact = logits_of_backends(tmp_path)
     assert (ours - exact).norm() < 1.2 * (plain - exact).norm()
 
 

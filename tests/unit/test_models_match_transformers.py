@@ -15,6 +15,7 @@ from model_bench import (
     assert_close,
     check_layers_are_announced,
     engine_config,
+    logits_of_backends,
     random_tokens,
     reference,
 )  # fmt: skip
@@ -232,16 +233,7 @@ def test_logits_in_8_bits_stay_near_float64(name: str, settings: dict[str, str],
 def test_fused_layers_compute_what_plain_ones_do(name: str, tmp_path: Path) -> None:
     """Biases, norms of heads, windows, tied embeddings: all that a layer may have, as close as bfloat16 allows."""
     save_model(name, tmp_path, head_dim=16)
-    results = []
-    for backend, dtype in (("cpu", "bfloat16"), ("torch", "bfloat16"), ("torch", "float32")):
-        bench = Bench(engine_config(tmp_path, dtype=dtype, block_size=16, attention_backend=backend))
-        late, running = bench.sequence(random_tokens(40, seed=4)), bench.sequence(random_tokens(30, seed=5))
-        bench.logits((late, 20))
-        bench.logits((running, 29), (late, 10))
-        logits = bench.logits((running, 1), (late, 10))
-        assert logits is not None
-        results.append(logits.float())
-    fused, plain, exact = results
+    fused, plain, exact = logits_of_backends(tmp_path)
     assert (fused - exact).norm() < 2 * (plain - exact).norm()
     has_experts = name.startswith(("mixtral", "qwen3-moe"))  # other experts may be chosen
     assert (fused - exact).norm() < (0.3 if has_experts else 0.1) * exact.norm()

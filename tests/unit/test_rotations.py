@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from model_bench import SMALL, Bench, engine_config, random_tokens, reference, save_model
+from model_bench import SMALL, Bench, engine_config, logits_of_backends, random_tokens, reference, save_model
 from test_transformers_models import CONFIGS
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -83,16 +83,7 @@ def test_their_own_function_is_not_called(name: str, tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("name", ["ernie4-5", "glm4", "wide-cohere2"])
 def test_with_the_cpu_kernels(name: str, tmp_path: Path) -> None:
     save_model((CONFIGS | FURTHER)[name](), tmp_path)
-    results = []
-    for backend, dtype in (("cpu", "bfloat16"), ("torch", "bfloat16"), ("torch", "float32")):
-        settings = {"model_impl": "transformers", "dtype": dtype, "block_size": 16, "attention_backend": backend}
-        bench = Bench(engine_config(tmp_path, **settings))
-        seq = bench.sequence(random_tokens(40, seed=4))
-        bench.logits((seq, 20))
-        logits = bench.logits((seq, 20))
-        assert logits is not None
-        results.append(logits.float())
-    ours, plain, exact = results
+    ours, plain, exact = logits_of_backends(tmp_path, model_impl="transformers")
     assert (ours - exact).norm() < 2 * (plain - exact).norm()
     assert (ours - exact).norm() < 0.1 * exact.norm()
 

@@ -17,6 +17,7 @@ from model_bench import (
     Bench,
     assert_close,
     check_layers_are_announced,
+    logits_of_backends,
     random_tokens,
     reference,
     save_model,
@@ -151,16 +152,7 @@ def test_a_family_of_our_own_computed_by_transformers(tmp_path: Path) -> None:
 def test_with_the_cpu_kernels(name: str, tmp_path: Path) -> None:
     """They compute attention, linear layers and the product of the logits, as close as bfloat16 allows."""
     save_model(CONFIGS[name](), tmp_path)
-    results = []
-    for backend, dtype in (("cpu", "bfloat16"), ("torch", "bfloat16"), ("torch", "float32")):
-        bench = Bench(engine_config(tmp_path, dtype=dtype, block_size=16, attention_backend=backend))
-        late, running = bench.sequence(random_tokens(40, seed=4)), bench.sequence(random_tokens(30, seed=5))
-        bench.logits((late, 20))
-        bench.logits((running, 29), (late, 10))
-        logits = bench.logits((running, 1), (late, 10))
-        assert logits is not None
-        results.append(logits.float())
-    ours, plain, exact = results
+    ours, plain, exact = logits_of_backends(tmp_path, model_impl="transformers")
     assert (ours - exact).norm() < 2 * (plain - exact).norm()
     assert (ours - exact).norm() < 0.1 * exact.norm()
 
