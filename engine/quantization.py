@@ -33,7 +33,7 @@ from engine.layers import Linear, MakeLinear
 from engine.models.stored_weights import AS_STORED
 from engine.narrow_weight import check_finite
 from engine.scaled_weight import ScaledWeight
-from engine.weight import Weight, as_int4, dequantized
+from engine.weight import Quantise, Weight, as_int4, dequantized
 
 MAX_INT8 = 127
 MAX_PACKED_ROWS = 16
@@ -97,6 +97,10 @@ def _narrowed(scale_N: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     `quantize_int8`."""
     narrow_N = scale_N.to(dtype)
     return narrow_N if dtype != torch.float16 and torch.equal(narrow_N.float(), scale_N) else scale_N
+
+
+QUANTISERS: dict[str, Quantise] = {"int8": as_int8, "int4": as_int4, "fp8": as_float8}
+"""By the engine's quantization, if all products of layers have it."""
 
 
 class Int8Linear(Linear):

@@ -56,14 +56,7 @@ def check_quantization(asked: str, capability: tuple[int, int] | None, dtype: st
             why_not = why_not or _why_no_product(asked, model)
     else:
         advice = "int8 or none"
-        if asked == "int4" and not why_not:
-            why_not = _why_no_groups(model)
-        if (model.mla is not None or model.moe is not None) and asked != "none":
-            advice = "auto or none"
-            why_not = (
-                "models with latent attention or experts can only have quantised weights as their checkpoint stores "
-                "them, which is what auto does"
-            )
+        why_not = why_not or _why_no_grain(asked, model)
     if why_not:
         raise ValueError(f"quantization {asked} cannot work here: {why_not}; give {advice}")
 
@@ -122,13 +115,29 @@ def _fits_cpu_kernels(stored: StoredWeights, model: ModelShape) -> bool:
     return stored.quantizations == ("int8",) and stored.block is None and model.mla is None
 
 
-def _why_no_groups(model: ModelShape) -> str:
-    """Why weights cannot be quantised in groups, as a clause; empty if they can."""
-    hidden_size, intermediate_size = model.product_inputs
-    inputs = hidden_size, model.num_heads * model.head_dim, intermediate_size
-    if any(size % INT4_GROUP_SIZE for size in inputs):
-        return f"inputs of products must be multiples of {INT4_GROUP_SIZE}, are {inputs}"
+def _why_no_grain(asked: str, model: ModelShape) -> str:
+    """Why sizes of weights that are quantised when they are loaded do not fit, as a clause; empty if they do. Beyond
+    those of `why_no_quantization`: a checkpoint's weights of latents, and of experts, may stay plain."""
+    mla, moe = model.mla, model.moe
+    if asked == "int4":
+        heads = model.num_heads * (model.head_dim if mla is None else mla.v_head_dim)
+        latents = (mla.q_lora_rank,) if mla is not None and mla.q_lora_rank else ()
+        experts = () if moe is None else (moe.intermediate_size,)
+        inputs = model.hidden_size, heads, *latents, *_feed_forward_sizes(model), *experts
+        return _why_not_multiples("inputs", INT4_GROUP_SIZE, inputs)
+    if asked == "fp8" and mla is not None:
+        query = model.num_heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+        down = mla.q_lora_rank + mla.latent_dim
+        hidden_size, heads, *others = _sizes_of_products(model)
+        sizes = (hidden_size, heads, *((mla.q_lora_rank,) if mla.q_lora_rank else ()), down, query, *others)
+        return _why_not_multiples("inputs and outputs", FLOAT8_GRAIN, sizes)
     return ""
+
+
+def _why_not_multiples(what: str, grain: int, sizes: tuple[int, ...]) -> str:
+    if all(size % grain == 0 for size in sizes):
+        return ""
+    return f"{what} of products must be multiples of {grain}, are {sizes}"
 
 
 def why_no_quantization(quantization: str, *, capability: tuple[int, int] | None, dtype: str, model: ModelShape) -> str:
@@ -142,17 +151,22 @@ def why_no_quantization(quantization: str, *, capability: tuple[int, int] | None
     if dtype != "bfloat16":
         return f"it computes bfloat16, and dtype is {dtype}"
     sizes = () if isinstance(model, TransformersConfig) else _sizes_of_products(model)
-    if any(size % FLOAT8_GRAIN for size in sizes):
-        return f"inputs and outputs of products must be multiples of {FLOAT8_GRAIN}, are {sizes}"
-    return ""
+    return _why_not_multiples("inputs and outputs", FLOAT8_GRAIN, sizes)
 
 
 def _sizes_of_products(model: ModelShape) -> tuple[int, ...]:
     """Input and output sizes of products that `MakeLinear` makes: without those of latents, which are plain, and those
     of routed experts, whose kernel takes any size."""
-    hidden_size, intermediate_size = model.product_inputs
     if model.mla is None:
         q_size, kv_size = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-        return hidden_size, q_size, q_size + 2 * kv_size, intermediate_size
-    sizes = hidden_size, model.num_heads * model.mla.v_head_dim, intermediate_size
-    return sizes if model.moe is None else (*sizes, model.moe.num_shared_experts * model.moe.intermediate_size)
+        return model.hidden_size, q_size, q_size + 2 * kv_size, *_feed_forward_sizes(model)
+    return model.hidden_size, model.num_heads * model.mla.v_head_dim, *_feed_forward_sizes(model)
+
+
+def _feed_forward_sizes(model: ModelShape) -> tuple[int, ...]:
+    """Intermediate sizes of dense feed-forwards, and of shared experts."""
+    moe, (_, intermediate_size) = model.moe, model.product_inputs
+    if moe is None:
+        return (intermediate_size,)
+    dense = (intermediate_size,) if moe.first_layer else ()
+    return (*dense, moe.num_shared_experts * moe.intermediate_size) if moe.num_shared_experts else dense

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -12,11 +12,17 @@ from engine.scaled_weight import ScaledWeight
 
 Weight = torch.Tensor | ScaledWeight | Int4Weight
 """Quantised only if the products made from it are, too."""
+Quantise = Callable[[Weight], Weight]
+"""Puts a weight into some form, unless it has it already. Raises `ValueError` if it cannot have it."""
 
 
 def dequantized(weight: Weight) -> torch.Tensor:
     """[N, K] in the model's dtype."""
     return weight if isinstance(weight, torch.Tensor) else weight.dequantized()
+
+
+def as_it_is(weight: Weight) -> Weight:
+    return weight
 
 
 def as_int4(weight: Weight) -> Int4Weight:

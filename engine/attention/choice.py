@@ -18,7 +18,6 @@ from engine.kernels.build import KernelsUnavailable, load_cpu_kernels
 from engine.kernels.gpu import why_no_triton
 from engine.kernels.gpu.gpu_kind import MIN_CAPABILITY, WITH_THEIR_OWN
 from engine.models.experts_config import GROUPED_MAJORS, reads_groups_back
-from engine.models.stored_weights import AS_STORED
 
 FORGETFUL_CAPABILITY, TORCH_THAT_REMEMBERS = (8, 9), (2, 12)
 """On GPUs of this capability, torch before this version clears the workspace of a float8 product with row-wise scales
@@ -145,9 +144,9 @@ def why_no_graphs(backend: str, needs: Needs) -> str:
         return "without Triton kernels a step cannot leave rows of a graph unwritten"
     if why_not := _why_no_float8_products(needs):
         return why_not
-    # Our kernels, which read nothing back, multiply experts in 8 bits, and all experts with `batch_invariant`. Whether
-    # an 8-bit checkpoint has left some experts plain is known when it is read: see `Model.reads_back`.
-    is_ours = (needs.quantization == AS_STORED and needs.model.model_impl == "tandem") or needs.batch_invariant
+    # Our kernels, which read nothing back, multiply experts in 8 and 4 bits, and all experts with `batch_invariant`.
+    # Whether a checkpoint has left some experts plain is known when it is read: see `Model.reads_back`.
+    is_ours = (needs.quantization != "none" and needs.model.model_impl == "tandem") or needs.batch_invariant
     has_grouped_products = needs.model.has_experts and not is_ours
     return _why_no_grouped_products(needs) if has_grouped_products else ""
 

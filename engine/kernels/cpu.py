@@ -26,7 +26,7 @@ from engine.models.head_attention import HeadAttention
 from engine.models.layer import DecoderLayer, Features, LayerStack, OnLayer, PlainLayers
 from engine.models.parts import Parts
 from engine.quantization import as_int8
-from engine.weight import Weight, as_int4
+from engine.weight import Quantise, Weight, as_int4
 
 
 class KernelRMSNorm(RMSNorm):
@@ -126,7 +126,7 @@ KERNEL_PARTS = Parts(
 )
 
 
-def _quantising(quantise: Callable[[Weight], Weight]) -> Parts:
+def _quantising(quantise: Quantise) -> Parts:
     """Kernel parts that quantise the weights of layers' products first, unless they are already."""
 
     def linear(weight: Weight, bias: torch.Tensor | None = None) -> Linear:
@@ -141,7 +141,7 @@ def _quantising(quantise: Callable[[Weight], Weight]) -> Parts:
     ) -> GatedLinear:
         return PanelGatedLinear(quantise(gate), quantise(up), gate_bias, up_bias, activation)
 
-    return replace(KERNEL_PARTS, linear=linear, gated_linear=gated_linear)
+    return replace(KERNEL_PARTS, linear=linear, gated_linear=gated_linear, quantise_expert=quantise)
 
 
 QUANTIZED_KERNEL_PARTS = {"int8": _quantising(as_int8), "int4": _quantising(as_int4)}

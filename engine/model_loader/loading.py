@@ -25,8 +25,9 @@ from engine.models.parts import PLAIN_PARTS, Parts
 from engine.models.recurrent_states import RecurrentStates
 from engine.models.stored_weights import AS_STORED, StoredWeights, is_mxfp4
 from engine.models.transformers_config import TransformersConfig
-from engine.quantization import QUANTIZED_LINEARS
+from engine.quantization import QUANTISERS, QUANTIZED_LINEARS
 from engine.quantization_choice import Size, quantizes
+from engine.weight import as_it_is
 from engine.weight_cut import CutOf, uncut
 
 if TYPE_CHECKING:
@@ -168,4 +169,7 @@ def parts_of(config: EngineConfig, quantization: str) -> Parts:
             from engine.kernels.gpu.invariant_parts import INVARIANT_PARTS, INVARIANT_QUANTIZED_LINEARS
 
             parts, linears = INVARIANT_PARTS, INVARIANT_QUANTIZED_LINEARS
-    return parts if quantization == "none" else parts.with_products(linears.of(quantization))
+    if quantization == "none":
+        return parts
+    quantised = parts.with_products(linears.of(quantization))
+    return replace(quantised, quantise_expert=QUANTISERS.get(quantization, as_it_is))

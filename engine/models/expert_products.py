@@ -26,7 +26,7 @@ from engine.layers import ACTIVATIONS, Activation
 from engine.model_loader.weights import Weights
 from engine.models.experts_config import EXPERT_GRAIN, ExpertsConfig, reads_groups_back
 from engine.scaled_weight import ScaledWeight
-from engine.weight import Weight, stacked
+from engine.weight import Quantise, Weight, as_it_is, stacked
 
 
 class ExpertProducts(ABC):
@@ -129,9 +129,10 @@ class ExpertWeights:
     name: str
     config: ExpertsConfig
     hidden_size: int
+    quantise: Quantise = as_it_is
 
     def take_stacked(self) -> tuple[ExpertStack, ExpertStack] | None:
-        """(gate and up, down) as stored; None unless all experts' weights are quantised, in the same form."""
+        """(gate and up, down); None unless all experts' weights are quantised, in the same form."""
         num_experts, (gate, up, down) = self.config.num_experts, self.config.products
         both = (stacked([self._take(e, gate), self._take(e, up)]) for e in range(num_experts))
         gate_up_stack = stack_of(both, num_experts)
@@ -141,7 +142,7 @@ class ExpertWeights:
         return None if down_stack is None else (gate_up_stack, down_stack)
 
     def take_each(self) -> Iterator[ExpertWeight]:
-        """Yield one expert after the other, with its weights as stored."""
+        """Yield one expert after the other."""
         for e in range(self.config.num_experts):
             gate, up, down = (self._take(e, product) for product in self.config.products)
             yield gate, up, down
@@ -162,7 +163,7 @@ class ExpertWeights:
     def _take(self, e: int, product: str) -> Weight:
         D, I = self.hidden_size, self.config.intermediate_size  # noqa: E741
         is_down = product == self.config.products[2]
-        return self.weights.take_product(self._name(e, product), (D, I) if is_down else (I, D))
+        return self.quantise(self.weights.take_product(self._name(e, product), (D, I) if is_down else (I, D)))
 
     def _name(self, e: int, product: str) -> str:
         return f"{self.name}.{e}.{product}.weight"

@@ -40,7 +40,7 @@ from engine.models.layer import DecoderLayer, LayerStack, PlainLayers
 from engine.models.recurrent_ops import RecurrentOps
 from engine.models.recurrent_reference import TORCH_OPS
 from engine.scaled_weight import ScaledWeight
-from engine.weight import Weight, stacked
+from engine.weight import Quantise, Weight, as_it_is, stacked
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,8 @@ class Parts:
     """Takes (gate and up, down) in MXFP4. None: such weights are dequantised when they are loaded."""
     clamped_experts: Callable[[Iterator[BiasedExpert], ClampedGate], ExpertProducts] | None = None
     """Takes gpt-oss' experts in 16 bits, one by one. None: transformers' code computes them."""
+    quantise_expert: Quantise = as_it_is
+    """Puts an expert's weight into the engine's quantization; `linear` and `gated_linear` do so themselves."""
     sum_of_experts: SumOfExperts = sum_of_experts
     recurrent_ops: RecurrentOps = TORCH_OPS
     sum_over_ranks: SumOverRanks | None = None
@@ -125,8 +127,9 @@ class PartsFactory:
         return adapters.adapt_gated(gated_linear, self.parts.linear, {gate: outputs, up: outputs}, inputs)
 
     def experts(self, name: str, config: ExpertsConfig, hidden_size: int) -> ExpertProducts:
-        """Experts one by one if the parts keep them so; else stacked, in 8 or 4 bits if all weights have that form."""
-        weights = ExpertWeights(self.weights, name, config, hidden_size)
+        """Experts one by one if the parts keep them so; else stacked, in 8 or 4 bits if all weights have that form.
+        Each weight is quantised when it is taken, so that only one is there in both forms."""
+        weights = ExpertWeights(self.weights, name, config, hidden_size, self.parts.quantise_expert)
         if self.parts.each_expert is not None:
             return self.parts.each_expert(weights.take_each())
         match weights.take_stacked():

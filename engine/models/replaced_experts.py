@@ -9,7 +9,7 @@ Shapes: T tokens, D hidden, A experts of each, E experts, I intermediate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -27,10 +27,9 @@ from engine.models.four_bit_experts import BiasedExpert, ClampedGate
 from engine.models.gated_modules import activation_in
 from engine.models.parts import Parts
 from engine.models.transformers_experts import FourBitExperts
-from engine.quantization import as_float8, as_int8
-from engine.weight import Weight, as_int4, stacked
+from engine.quantization import QUANTISERS
+from engine.weight import stacked
 
-QUANTISERS: dict[str, Callable[[Weight], Weight]] = {"int8": as_int8, "int4": as_int4, "fp8": as_float8}
 OF_THE_COMMON_KIND = {
     "has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True, "has_post_expert_norm": False,
 }  # fmt: skip

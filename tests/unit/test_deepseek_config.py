@@ -89,12 +89,8 @@ def test_a_checkpoint_of_deepseek_v3() -> None:
     ("settings", "message"),
     [
         (
-            {"quantization": "int8"},
-            "quantization int8 cannot work here: models with latent attention or experts can only",
-        ),
-        (
-            {"quantization": "fp8"},
-            "quantization fp8 cannot work here: models with latent .* as their checkpoint .*; give auto or none$",
+            {"quantization": "int4"},
+            r"quantization int4 .* must be multiples of 32, are \(32, 40, 20, .*; give int8 or none",
         ),
         ({"attention_backend": "cpu", "dtype": "bfloat16"}, "backend cpu .* model's attention is latent; give auto"),
         (

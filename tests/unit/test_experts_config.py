@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
 
-from engine.engine_args import EngineArgs
-from engine.model_loader import create_engine_config
 from engine.models import load_decoder_config
 
 PLAIN: dict[str, Any] = {
@@ -70,14 +66,6 @@ def test_a_checkpoint_of_qwen3_30b_a3b() -> None:
     assert (config.moe.first_layer, config.moe.scoring, config.moe.norms_weights) == (0, "softmax", True)
     assert (config.num_kv_heads, config.head_dim, config.has_qk_norm) == (4, 128, True)
     assert config.sliding_windows == (0,) * 48
-
-
-@pytest.mark.parametrize("asked", ["int8", "fp8", "int4"])
-def test_experts_are_not_quantised_when_loaded(asked: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(QWEN))
-    args = EngineArgs(model=str(tmp_path), load_format="dummy", device="cpu", num_kv_blocks=9, quantization=asked)
-    with pytest.raises(ValueError, match="models with latent attention or experts can only have quantised weights as"):
-        create_engine_config(args)
 
 
 def test_layers_that_all_are_dense_have_no_experts() -> None:

@@ -360,13 +360,19 @@ def test_8_bit_floats_beside_latent_attention_are_widened_where_a_product_would_
 
 
 @pytest.mark.parametrize("stored", [PLAIN, BLOCKS])
-@pytest.mark.parametrize("quantization", ["int8", "fp8"])
-def test_weights_beside_latent_attention_are_not_quantised(quantization: str, stored: StoredWeights) -> None:
+@pytest.mark.parametrize("quantization", ["int8", "fp8", "int4"])
+def test_weights_beside_latent_attention_are_quantised_by_name(quantization: str, stored: StoredWeights) -> None:
+    model = load_decoder_config(V3 | {"hidden_size": 64, "v_head_dim": 16, "q_lora_rank": 32, "intermediate_size": 64})
+    model = replace(model, moe=replace(model.moe, intermediate_size=32)) if model.moe is not None else model
+    assert resolved(quantization, stored, model=model) == quantization
+
+
+@pytest.mark.parametrize("stored", [PLAIN, BLOCKS])
+def test_8_bit_floats_of_latents_need_sizes_that_fit(stored: StoredWeights) -> None:
     with pytest.raises(
-        ValueError, match=r"as their checkpoint stores them, which is what auto does; give auto or none$"
+        ValueError, match=r"fp8 .* multiples of 16, are \(64, 48, 20, 52, 80, 48, 16\); give int8 or none"
     ):
-        resolved(quantization, stored, model=DEEPSEEK)
-    assert resolved("none", stored, model=DEEPSEEK) == "none"
+        resolved("fp8", stored, model=DEEPSEEK)
 
 
 @pytest.mark.parametrize("capability", [None, (8, 0), (9, 0)])
