@@ -145,5 +145,4 @@ def _quantising(quantise: Quantise) -> Parts:
 
 
 QUANTIZED_KERNEL_PARTS = {"int8": _quantising(as_int8), "int4": _quantising(as_int4)}
-"""In int8 there are half the bytes to read. In int4 a product equals, bit for bit, that with the dequantised weights in
-bfloat16."""
+"""In int8 there are half the bytes to read, in int4 a third or less."""

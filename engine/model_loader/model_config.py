@@ -142,7 +142,7 @@ def make_engine_config(args: EngineArgs, folder: Path, hf_config: dict[str, Any]
         lora_modules=lora_modules,
         lora_room=LoRARoom(num=args.max_loras, max_rank=args.max_lora_rank),
         compat_digest=compat_digest(
-            shape, stored, _as_computed(args, model, stored, backend), cache, num_ranks, _arithmetic(backend, needs)
+            shape, stored, model, cache, num_ranks, _arithmetic(backend, needs)
         ),
     )  # fmt: skip
 
@@ -208,14 +208,6 @@ def _arithmetic(backend: str, needs: Needs) -> dict[str, str]:
 
     number = "" if needs.capability is None else ", compute capability {}.{}".format(*needs.capability)
     return {"gpu_arithmetic": f"batch invariant {GPU_ARITHMETIC_VERSION}, Triton {triton.__version__}{number}"}
-
-
-def _as_computed(args: EngineArgs, model: ModelConfig, stored: StoredWeights, backend: str) -> ModelConfig:
-    """Replace the quantization by the one that gives the same results: with a file's 4 bits, the CPU kernels compute
-    the same as with dequantised weights, to the bit."""
-    keeps_int4 = model.quantization == AS_STORED and stored.quantizations == ("int4",)
-    is_widened = keeps_int4 and backend == "cpu" and args.load_format != "dummy"
-    return replace(model, quantization="none") if is_widened else model
 
 
 def compat_digest(

@@ -62,7 +62,8 @@ def test_a_converted_file_keeps_its_blocks(folders: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
-def test_engines_compute_as_with_the_widened_file_to_the_bit(folders: tuple[Path, Path], backend: str) -> None:
+def test_engines_compute_as_with_the_widened_file(folders: tuple[Path, Path], backend: str) -> None:
+    """The CPU kernels keep 4 bits, and do not round them to bfloat16 as those of the other file are."""
     logits = []
     for folder in folders:
         settings: dict[str, Any] = {"dtype": "bfloat16", "block_size": 16}
@@ -70,7 +71,9 @@ def test_engines_compute_as_with_the_widened_file_to_the_bit(folders: tuple[Path
         is_kept = backend == "cpu" and folder == folders[0]
         assert create_engine_config(args).model.quantization == ("stored" if is_kept else "none")
         logits.append(torch.cat(logits_of_steps(args, records=False)))
-    assert torch.equal(*logits)
+    kept, widened = logits
+    assert torch.equal(kept, widened) == (backend == "torch")
+    assert (kept - widened).norm() < 0.05 * widened.norm()
 
 
 def test_a_broken_conversion_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:

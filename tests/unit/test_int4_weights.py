@@ -293,10 +293,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[dic
         ("llama", "packed, by activations"), ("experts", "awq"),
     ],
 )  # fmt: skip
-def test_engines_compute_as_with_the_plain_weights_to_the_bit(
+def test_engines_compute_as_with_the_plain_weights(
     saved: Any, tmp_path: Path, family: str, form: str, backend: str
 ) -> None:
-    """Also with the CPU kernels, which keep them in 4 bits."""
+    """Also with the CPU kernels, which keep them in 4 bits, and do not round them to bfloat16 as the others are."""
     hf_config, tensors = saved(family)
     stored, plain = in_int4(tensors, INT4_FORMS[form])
     config = INT4_FORMS[form].quantization_config
@@ -308,22 +308,21 @@ def test_engines_compute_as_with_the_plain_weights_to_the_bit(
     assert resolved == ("stored" if backend == "cpu" else "none")
     ours = logits_of_steps(args, records=False)
     for logits, expected in zip(ours, logits_of_steps(replace(args, model=str(widened)), records=False), strict=True):
-        assert torch.equal(logits, expected)
+        if resolved == "none":
+            assert torch.equal(logits, expected)
+        assert (logits - expected).norm() < 0.1 * expected.norm()
 
 
-def test_who_keeps_4_bits_is_paired_with_who_widens_them(saved: Any, tmp_path: Path) -> None:
-    """With the CPU kernels, whose numbers are the same. A worker that quantises anew is not paired with them."""
+def test_who_keeps_4_bits_is_not_paired_with_who_widens_them(saved: Any, tmp_path: Path) -> None:
+    """The CPU kernels do not round weights in 4 bits, so that their numbers are others."""
     hf_config, tensors = saved("llama")
     form = INT4_FORMS["gptq"]
     stored, _ = in_int4(tensors, form)
     folder = save_checkpoint(tmp_path, hf_config | {"quantization_config": form.quantization_config}, stored)
     args = replace(arguments(folder, "cpu", "cpu", dtype="bfloat16", block_size=16), load_format="auto")
-    kept, widened, int8 = (create_engine_config(replace(args, quantization=each)) for each in ("auto", "none", "int8"))
-    assert (kept.model.quantization, widened.model.quantization) == ("stored", "none")
-    assert kept.compat_digest == widened.compat_digest != int8.compat_digest
-    assert kept.compat_digest != create_engine_config(replace(args, attention_backend="torch")).compat_digest
-    made_up = [create_engine_config(replace(args, load_format="dummy", quantization=each)) for each in ("auto", "none")]
-    assert made_up[0].compat_digest != made_up[1].compat_digest, "made up in 4 bits they are others"
+    configs = [create_engine_config(replace(args, quantization=each)) for each in ("auto", "none", "int8", "int4")]
+    assert [each.model.quantization for each in configs] == ["stored", "none", "int8", "int4"]
+    assert len({each.compat_digest for each in configs}) == 4
 
 
 def test_weights_that_are_quantised_when_loaded(saved: Any, tmp_path: Path) -> None:

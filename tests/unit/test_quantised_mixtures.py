@@ -87,11 +87,8 @@ def test_the_cpu_kernels_multiply_with_quantised_weights(name: str, quantization
         assert logits is not None
         found.append(logits)
     quantised, rounded, plain = found
-    if quantization == "int4":
-        assert torch.equal(quantised, rounded)
-    else:  # the rounded weights have 8 bits, too, but their scales another 8
-        assert (quantised - rounded).norm() < 0.1 * rounded.norm()
-    assert not torch.equal(quantised, plain)
+    # The rounded weights are rounded once more, to bfloat16.
+    assert (quantised - rounded).norm() < min(0.1 * rounded.norm(), 0.8 * (quantised - plain).norm())
 
 
 def test_experts_take_no_more_memory_than_their_bits(tmp_path: Path) -> None:
@@ -104,7 +101,7 @@ def test_experts_take_no_more_memory_than_their_bits(tmp_path: Path) -> None:
         experts = runner._model._layers._layers[0].feed_forward._experts._products._experts
         num_bytes[quantization] = experts.num_bytes()
     assert num_bytes["int8"] == num_bytes["none"] / 2
-    assert num_bytes["int4"] == num_bytes["none"] / 16 * 6
+    assert num_bytes["int4"] == num_bytes["none"] / 16 * 5
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])

@@ -115,10 +115,8 @@ def test_the_cpu_kernels_multiply_with_quantised_weights(quantization: str, tmp_
         found.append(bench.logits((seq, 21)))
     assert found[0] is not None
     assert found[1] is not None
-    if quantization == "int4":
-        assert torch.equal(*found)
-    else:  # the rounded weights have 8 bits, too, but their scales another 8
-        assert (found[0] - found[1]).norm() < 0.05 * found[1].norm()
+    # The rounded weights are rounded once more, to bfloat16.
+    assert (found[0] - found[1]).norm() < 0.05 * found[1].norm()
 
 
 def test_replaced_weights_are_released_one_by_one(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@
 // Weights are bfloat16, or 8-bit integers, which are half the bytes to read, or in 4 bits: integers (int4.h) or MXFP4
 // (mxfp4.h). The first rows that are multiplied by a panel of such numbers convert it to bfloat16 on the way, and later
 // rows use the result. Sums of 8-bit weights are then multiplied by one scale for each output; 4-bit weights are
-// converted to their actual values at once.
+// converted to their actual values at once, except where products of pairs multiply integers (product_groups.h).
 #pragma once
 
 #include <optional>
@@ -60,7 +60,8 @@ struct Panels {
       : form(form_of(weight)), num_panels(weight.size(0)), bytes_(static_cast<const char*>(weight.data_ptr())) {
     TORCH_CHECK(weight.dim() == (form == Form::INT4 ? 3 : 4) && weight.is_contiguous(), "weight in panels");
     if (form == Form::INT4) {
-      group_bytes_ = weight.size(2), pairs_of_group_ = (group_bytes_ - INT4_HEAD_BYTES) / INT4_PAIR_BYTES;
+      int4_head_ = int4_head(weight), group_bytes_ = weight.size(2) * int64_t(weight.element_size());
+      pairs_of_group_ = (group_bytes_ - int4_head_bytes(int4_head_)) / INT4_PAIR_BYTES;
     } else if (form == Form::MXFP4) {
       group_bytes_ = MXFP4_GROUP_BYTES, pairs_of_group_ = MXFP4_PAIRS;
       TORCH_CHECK(weight.size(2) * weight.size(3) == MXFP4_GROUP_BYTES, "weight in panels of MXFP4");
@@ -84,17 +85,20 @@ struct Panels {
   int64_t panel_bytes() const { return panel_bytes_; }
   int64_t pairs_of_group() const { return pairs_of_group_; }
   int64_t group_bytes() const { return group_bytes_; }
+  Int4Head head() const { return int4_head_; }
 
  private:
   static Form form_of(const at::Tensor& weight) {
     const auto type = weight.scalar_type();
+    const bool has_head = weight.dim() == 3 && (type == at::kBFloat16 || type == at::kHalf || type == at::kFloat);
+    if (has_head) return Form::INT4;
     TORCH_CHECK(type == at::kBFloat16 || type == at::kChar || type == at::kByte, "weight: panels of bfloat16, int8, int4 or MXFP4");
-    if (type == at::kByte) return weight.dim() == 3 ? Form::INT4 : Form::MXFP4;
-    return type == at::kBFloat16 ? Form::BFLOAT16 : Form::INT8;
+    return type == at::kByte ? Form::MXFP4 : type == at::kBFloat16 ? Form::BFLOAT16 : Form::INT8;
   }
 
   const char* bytes_;
   int64_t panel_bytes_, group_bytes_, pairs_of_group_;
+  Int4Head int4_head_ = Int4Head::FLOAT32;
 };
 
 // A range of pairs of one panel, as products read them: bfloat16 in place, or integers to be converted into `wide`.
@@ -110,7 +114,7 @@ struct PairsOfPanel {
   PairsOfPanel(
       const Panels& weight, int64_t panel, int64_t first, int64_t num_pairs, int64_t of_step, bool is_read_again,
       std::vector<uint32_t>& room)
-      : form_(weight.form), narrow_(weight.at(panel, first)), group_bytes_(weight.group_bytes()) {
+      : form_(weight.form), narrow_(weight.at(panel, first)), group_bytes_(weight.group_bytes()), head_(weight.head()) {
     wide = reinterpret_cast<const uint32_t*>(narrow_);
     if (form_ == Form::BFLOAT16) return;
     if (weight.in_four_bits()) {
@@ -154,9 +158,9 @@ struct PairsOfPanel {
   // Must be called for the steps in order, one at a time.
   auto of_int4() const {
     return [to = const_cast<uint32_t*>(wide), group = narrow_, keeps = is_kept, group_bytes = group_bytes_,
-            steps_of_group = steps_of_group_, step = first_step_](int64_t first, int64_t) mutable -> const uint32_t* {
+            steps_of_group = steps_of_group_, head = head_, step = first_step_](int64_t first, int64_t) mutable -> const uint32_t* {
       uint32_t* found = to + (keeps ? first * PANEL : 0);
-      widen_int4(group, step, reinterpret_cast<bf16*>(found));
+      widen_int4(group, head, step, found);
       if (++step == steps_of_group) step = 0, group += group_bytes;
       return found;
     };
@@ -175,6 +179,7 @@ struct PairsOfPanel {
   Form form_;
   const char* narrow_;
   int64_t group_bytes_, steps_of_group_ = 1, first_step_ = 0;
+  Int4Head head_;
 };
 
 }  // namespace tandem

@@ -3,17 +3,12 @@
 #pragma once
 
 #include "panels.h"
+#include "product_groups.h"
 #include "read_ahead.h"
 #include "vectors.h"
 
 namespace tandem {
 
-#if defined(__AVX512F__)
-constexpr int MATMUL_ROWS = 12;  // rows that share a load of weights: their sums fill the registers
-#else
-constexpr int MATMUL_ROWS = 3;
-#endif
-constexpr int64_t ROWS_OF_ITEM = 16 * MATMUL_ROWS;
 constexpr int MOST_BY_TWOS = MATMUL_ROWS / 4;  // rows with which two panels in MXFP4 are read side by side
 
 // Sums of R rows and one panel. Meanwhile prefetches LINES cache lines for each pair; `ahead[i]` is the i-th piece of
@@ -88,22 +83,13 @@ void multiply_by_twos(const uint32_t* x, const Panels& weight, int64_t begin, in
   }
 }
 
-// Calls work(R) with a compile-time number of rows, from R to MOST.
-template <int R, int MOST, class Work>
-void with_rows(int64_t rows, const Work& work) {
-  if (rows == R) return work(std::integral_constant<int, R>());
-  if constexpr (R < MOST) with_rows<R + 1, MOST>(rows, work);
-}
-
-// Blocks of rows; an item is one of them and one panel.
-inline int64_t row_blocks_of(int64_t T) { return (T + ROWS_OF_ITEM - 1) / ROWS_OF_ITEM; }
-
 // One thread's share of a product: calls finish(row, panel, two vectors of sums) for the items in [begin, end).
 template <class Finish>
 void multiply_pairs_share(
     const bf16* x, int64_t T, const Panels& weight, int64_t begin, int64_t end, ReadAhead* other, const Finish& finish) {
   static constexpr auto ROW_COUNTS = std::make_integer_sequence<int, MATMUL_ROWS>();
   static constexpr std::array MULTIPLY = {pairs_of_rows<0>(ROW_COUNTS), pairs_of_rows<1>(ROW_COUNTS), pairs_of_rows<2>(ROW_COUNTS)};
+  if (weight.form == Form::INT4) return multiply_groups_share(x, T, weight, begin, end, finish);
   const int64_t pairs = weight.pairs, row_blocks = row_blocks_of(T);
   const uint32_t* xp = reinterpret_cast<const uint32_t*>(x);
   if (T <= MOST_BY_TWOS && weight.form == Form::MXFP4) {

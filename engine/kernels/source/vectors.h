@@ -111,6 +111,27 @@ inline void widen(const int8_t* __restrict from, bf16* __restrict to) {
 #endif
 }
 
+// Converts a register of numbers.
+inline Sums to_sums(const bf16* p) {
+  typedef uint16_t Halves __attribute__((vector_size(REGISTER * sizeof(uint16_t))));
+  return (Sums)(__builtin_convertvector(load<Halves>(p), Pairs) << 16);
+}
+
+// The same for a register of float16.
+inline Sums half_to_sums(const void* p) {
+#if defined(__AVX512F__)
+  return (Sums)_mm512_cvtph_ps(load<__m256i>(p));
+#elif defined(__F16C__)
+  return (Sums)_mm256_cvtph_ps(load<__m128i>(p));
+#else
+  at::Half numbers[REGISTER];
+  std::memcpy(numbers, p, sizeof(numbers));
+  Sums sums;
+  for (int i = 0; i < REGISTER; i++) sums[i] = float(numbers[i]);
+  return sums;
+#endif
+}
+
 inline Sums rounded(Sums v) {
 #if defined(__AVX512BF16__)
   bf16 half[REGISTER];
@@ -119,6 +140,17 @@ inline Sums rounded(Sums v) {
 #else
   Pairs bits = (Pairs)v;
   return (Sums)((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u);
+#endif
+}
+
+// Pairs of bfloat16: the rounded numbers of `low` and `high`.
+inline Pairs rounded_pairs(Sums low, Sums high) {
+#if defined(__AVX512BF16__)
+  const __m512i in_turn = _mm512_set_epi16(
+      31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return (Pairs)_mm512_permutexvar_epi16(in_turn, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+#else
+  return (Pairs)rounded(low) >> 16 | (Pairs)rounded(high);
 #endif
 }
 
