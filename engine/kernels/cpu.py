@@ -141,7 +141,19 @@ def _quantising(quantise: Quantise) -> Parts:
     ) -> GatedLinear:
         return PanelGatedLinear(quantise(gate), quantise(up), gate_bias, up_bias, activation)
 
-    return replace(KERNEL_PARTS, linear=linear, gated_linear=gated_linear, quantise_expert=quantise)
+    return replace(
+        KERNEL_PARTS,
+        linear=linear,
+        gated_linear=gated_linear,
+        lm_head=int8_logits,
+        quantise_expert=quantise,
+    )
+
+
+def int8_logits(weight: Weight) -> Linear:
+    """In int8 also beside layers in int4: of a model with a large vocabulary, a step would otherwise read as many bytes
+    for the logits as for all layers."""
+    return PanelLogits(as_int8(weight))
 
 
 QUANTIZED_KERNEL_PARTS = {"int8": _quantising(as_int8), "int4": _quantising(as_int4)}

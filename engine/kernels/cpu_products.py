@@ -52,8 +52,7 @@ class PanelLogits(PanelLinear):
     """[T, in] -> [T, out] in float32. Without a bias."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        assert self.scale is None
-        y: torch.Tensor = torch.ops.tandem_cpu.linear_float(x, self.panels, self.num_outputs)
+        y: torch.Tensor = torch.ops.tandem_cpu.linear_float(x, self.panels, self.scale, self.num_outputs)
         return y
 
 

@@ -15,7 +15,7 @@ from engine.kernels.cpu import QUANTIZED_KERNEL_PARTS
 from engine.kernels.cpu_adapters import AdaptedPanelLinear, PanelAdapters
 from engine.kernels.cpu_products import PANEL, PanelGatedLinear, PanelLinear
 from engine.lora.adapters import AddedPart
-from engine.quantization import quantize_int8
+from engine.quantization import as_int8, quantize_int8
 from engine.scaled_weight import ScaledWeight
 
 BFLOAT16 = torch.bfloat16
@@ -57,6 +57,22 @@ def test_products_are_those_of_bfloat16_to_the_bit(num_rows: int, num_inputs: in
     x, weight, bias = case(num_rows, num_inputs, num_outputs)
     expected = PanelLinear(weight.weight.to(BFLOAT16), bias)(x)
     assert torch.equal(PanelLinear(with_scales_of_one(weight), bias)(x), expected)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("num_rows", NUM_ROWS)
+def test_logits_are_in_int8_and_float32(num_rows: int, quantization: str) -> None:
+    """Beside layers in int4, too. The scores of experts, which are few, stay plain."""
+    generator = torch.Generator().manual_seed(num_rows)
+    x, weight = (torch.randn(n, 576, generator=generator).to(BFLOAT16) for n in (num_rows, 307))
+    parts = QUANTIZED_KERNEL_PARTS[quantization]
+    logits = parts.lm_head(weight)(x)
+    assert logits.dtype == torch.float32
+    scaled = as_int8(weight)
+    exact = scaled.weight.double() * scaled.scale.double()
+    torch.testing.assert_close(logits.double(), x.double() @ exact.T, rtol=1e-5, atol=1e-4)
+    plain = parts.expert_scores(weight)(x)
+    torch.testing.assert_close(plain.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), [(64, 15), (130, 33), (576, 1536)])

@@ -107,13 +107,15 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const OfOutputs
 
 // Like `linear` without a bias, but returns unrounded float32: [T, num_outputs]. For logits: near 25, bfloat16 has a
 // resolution of only 1/8, and the two most likely tokens would often be equal.
-at::Tensor linear_float(const at::Tensor& x, const at::Tensor& weight, int64_t num_outputs) {
-  check_product(x, weight, std::nullopt, std::nullopt);
+at::Tensor linear_float(const at::Tensor& x, const at::Tensor& weight, const OfOutputs& scale, int64_t num_outputs) {
+  check_product(x, weight, scale, std::nullopt);
   TORCH_CHECK((num_outputs + PANEL - 1) / PANEL == weight.size(0), "num_outputs must end in the last panel");
   at::Tensor out = at::empty({x.size(0), num_outputs}, x.options().dtype(at::kFloat));
   float* to = out.data_ptr<float>();
+  const ScaleAndBias given(scale, std::nullopt);
   multiply(x, weight, nullptr, [&](int64_t row, int64_t panel, F16* sums) {
     int64_t at = panel * PANEL;
+    given.apply(panel, sums);
     std::memcpy(to + row * num_outputs + at, sums, std::min(num_outputs - at, PANEL) * sizeof(float));
   });
   return out;

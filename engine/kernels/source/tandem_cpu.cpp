@@ -81,7 +81,7 @@ TORCH_LIBRARY(tandem_cpu, m) {
   m.def("pack_int4(Tensor packed, Tensor scale, Tensor offset) -> Tensor", &pack_int4);
   m.def("pack_mxfp4(Tensor pairs, Tensor exponents) -> Tensor", &pack_mxfp4);
   m.def("linear(Tensor x, Tensor weight, Tensor? scale, Tensor? bias, int num_outputs) -> Tensor", &linear);
-  m.def("linear_float(Tensor x, Tensor weight, int num_outputs) -> Tensor", &linear_float);
+  m.def("linear_float(Tensor x, Tensor weight, Tensor? scale, int num_outputs) -> Tensor", &linear_float);
   m.def(
       "gated_linear(Tensor x, Tensor weight, Tensor? scale, Tensor? bias, int num_outputs, bool is_gelu=False) -> Tensor",
       &gated_linear);
