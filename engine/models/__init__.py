@@ -8,7 +8,7 @@ layer.py, parts.py        a layer, a stack of them; the classes that they are ma
 head_attention.py         attention to keys and values: scores.py, head_shape.py
 latent_attention.py       attention to latents: deepseek_config.py
 feed_forward.py           dense
-experts.py                a few of many: experts_config.py, expert_choice.py, expert_products.py
+experts.py                a few of many: experts_config.py, expert_choice.py, chosen_experts.py, expert_products.py
 
 eagle_head.py             guesses from a decoder's hidden states; eagle_config.py
 

@@ -5,7 +5,7 @@
              of rows of each: the reference for engine/kernels/gpu/, which computes all in one launch (experts.py,
              int4_experts.py)
 
-Neither knows how experts are chosen, or how a token's rows are summed.
+Neither knows how experts are chosen, or how a token's rows are summed (chosen_experts.py).
 
 Shapes: T tokens, A experts of each, R = T * A rows, D hidden, E experts, I intermediate, padded to `EXPERT_GRAIN` if
 plain; of a product, N outputs, K inputs, G groups of inputs.
@@ -14,7 +14,7 @@ plain; of a product, N outputs, K inputs, G groups of inputs.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -102,19 +102,6 @@ def _multiplied(x_RK: torch.Tensor, stack: ExpertStack, bounds: list[int]) -> to
         if start < end
     ]
     return torch.cat(parts)
-
-
-SumOfExperts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Has the signature of `sum_of_experts`."""
-
-
-def sum_of_experts(y_RD: torch.Tensor, order_R: torch.Tensor, weights_TA: torch.Tensor) -> torch.Tensor:
-    """Sum each token's weighted expert outputs in float32: [T, D] in y's dtype.
-
-    `order_R`: int64, the token and choice (t * A + a) of each row.
-    """
-    y_TAD = torch.empty_like(y_RD).index_copy_(0, order_R, y_RD).view(*weights_TA.shape, -1)
-    return (y_TAD * weights_TA.unsqueeze(-1)).sum(dim=1).to(y_RD.dtype)
 
 
 ExpertWeight = tuple[Weight, Weight, Weight]

@@ -2,10 +2,10 @@
 
 DeepSeek-AI, "DeepSeekMoE", 2024 (arXiv 2401.06066). expert_choice.py chooses the experts.
 
-Tokens are sorted by expert and multiplied with all experts' weights at once (expert_products.py). No length goes back
-to the host, so that a CUDA graph can record it. An expert's output for a token is a row of a product, and a token's
-experts are added up in the order in which they were chosen. So the result depends on the rest of the batch only as far
-as rows of products do.
+Tokens are sorted by expert (chosen_experts.py) and multiplied with all experts' weights at once (expert_products.py).
+No length goes back to the host, so that a CUDA graph can record it. An expert's output for a token is a row of a
+product, and a token's experts are added up in the order in which they were chosen. So the result depends on the rest of
+the batch only as far as rows of products do.
 
 With several ranks, each has a part of every expert and of the shared ones. All ranks choose the same experts, and one
 sum over ranks completes both.
@@ -20,7 +20,6 @@ from dataclasses import replace
 import torch
 
 from engine.models.expert_choice import Choice
-from engine.models.expert_products import ExpertProducts, SumOfExperts
 from engine.models.experts_config import ExpertsConfig
 from engine.models.feed_forward import GatedFeedForward
 from engine.models.parts import PartsFactory
@@ -43,22 +42,6 @@ class Router:
         return self._choose_experts(self._logits(h_TD), self._bias_E, self._config)
 
 
-class ChosenExperts:
-    """Computes the weighted sum of each token's chosen experts."""
-
-    def __init__(self, products: ExpertProducts, sum_of_experts: SumOfExperts, num_experts: int, device: torch.device):
-        self.reads_back = products.reads_back
-        self._products, self._sum_of_experts = products, sum_of_experts
-        self._experts_E = torch.arange(num_experts, device=device)
-
-    def __call__(self, h_TD: torch.Tensor, choice: Choice) -> torch.Tensor:
-        experts_TA, weights_TA = choice
-        sorted_experts, order = experts_TA.flatten().sort(stable=True)
-        ends_E = torch.searchsorted(sorted_experts, self._experts_E, right=True, out_int32=True)
-        y_RD = self._products(h_TD[order // experts_TA.shape[1]], ends_E)
-        return self._sum_of_experts(y_RD, order, weights_TA)
-
-
 class ExpertsFeedForward:
     def __init__(self, config: ExpertsConfig, factory: PartsFactory, name: str, hidden_size: int, has_bias: bool):
         """`has_bias`: whether the shared experts have biases."""
@@ -71,8 +54,7 @@ class ExpertsFeedForward:
             self._shared = GatedFeedForward(alone, f"{name}.shared_experts", hidden_size, size, has_bias)
         self._sum_over_ranks = factory.parts.sum_over_ranks
         products = factory.experts(f"{name}.experts", config, hidden_size)
-        device = torch.device(factory.weights.device)
-        self._experts = ChosenExperts(products, factory.parts.sum_of_experts, config.num_experts, device)
+        self._experts = factory.parts.chosen_experts(products, config.num_experts, factory.weights.device)
         self.reads_back = self._experts.reads_back
 
     def __call__(self, h_TD: torch.Tensor) -> torch.Tensor:

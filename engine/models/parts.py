@@ -25,14 +25,13 @@ from engine.layers import (
 )
 from engine.lora.adapters import Adapters
 from engine.model_loader.weights import Weights
+from engine.models.chosen_experts import ChosenExperts
 from engine.models.expert_choice import ChooseExperts, choose_experts
 from engine.models.expert_products import (
     ExpertProducts,
     ExpertWeights,
     PlainExperts,
     ScaledExperts,
-    SumOfExperts,
-    sum_of_experts,
 )
 from engine.models.experts_config import ExpertsConfig
 from engine.models.four_bit_experts import BiasedExpert, ClampedGate, FourBitStack
@@ -73,7 +72,8 @@ class Parts:
     """Takes gpt-oss' experts in 16 bits, one by one. None: transformers' code computes them."""
     quantise_expert: Quantise = as_it_is
     """Puts an expert's weight into the engine's quantization; `linear` and `gated_linear` do so themselves."""
-    sum_of_experts: SumOfExperts = sum_of_experts
+    chosen_experts: Callable[[ExpertProducts, int, torch.device | str], ChosenExperts] = ChosenExperts
+    """Takes products, the number of experts, and the device."""
     recurrent_ops: RecurrentOps = TORCH_OPS
     sum_over_ranks: SumOverRanks | None = None
     """None: one rank computes the whole model."""

@@ -21,8 +21,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from engine.grains import INT4_GRAIN
 from engine.int4_weight import Int4Weight
 from engine.layers import Activation, Linear
+from engine.models.chosen_experts import ChosenExperts
 from engine.models.expert_products import ExpertProducts, ExpertWeight, stack_of
-from engine.models.experts import ChosenExperts
 from engine.models.four_bit_experts import BiasedExpert, ClampedGate
 from engine.models.gated_modules import activation_in
 from engine.models.parts import Parts
@@ -129,7 +129,7 @@ def replace_experts(
             weights = _plain(module, device)
         if weights is not None:
             products = _products(weights, sizes, parts)
-            chosen = ChosenExperts(products, parts.sum_of_experts, sizes.num_experts, torch.device(device))
+            chosen = parts.chosen_experts(products, sizes.num_experts, device)
             causal_lm.set_submodule(path, ReplacedExperts(chosen, sizes.num_experts))
             if parts.each_expert is not None:
                 _replace_scores(causal_lm, path, sizes.num_experts, sizes.hidden_size, parts)
@@ -146,7 +146,7 @@ def _replace_those_of_gpt_oss(causal_lm: nn.Module, parts: Parts, device: str) -
         num_experts, hidden_size = module.num_experts, module.hidden_size
         if isinstance(module, GptOssExperts):
             products = parts.clamped_experts(_biased(module, device), ClampedGate(module.alpha, module.limit))
-            chosen = ChosenExperts(products, parts.sum_of_experts, num_experts, torch.device(device))
+            chosen = parts.chosen_experts(products, num_experts, device)
             causal_lm.set_submodule(path, ReplacedExperts(chosen, num_experts))
         _replace_scores(causal_lm, path, num_experts, hidden_size, parts)
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from engine.models.experts import ChosenExperts
+from engine.models.chosen_experts import ChosenExperts
 from engine.models.four_bit_experts import BIAS, GROUP, ClampedGate, FourBitStack
 from engine.models.parts import Parts
 
@@ -50,7 +50,7 @@ class FourBitExperts(nn.Module):
         gate_up = _stack(self.gate_up_proj_blocks, self.gate_up_proj_scales, self.gate_up_proj_bias)
         down = _stack(self.down_proj_blocks, self.down_proj_scales, self.down_proj_bias)
         products = parts.four_bit_experts(gate_up, down, self._gate)
-        self._experts = ChosenExperts(products, parts.sum_of_experts, len(down.bias), down.bias.device)
+        self._experts = parts.chosen_experts(products, len(down.bias), down.bias.device)
         self._parameters.clear()
 
     def make_up_weights(self) -> None:

@@ -16,7 +16,7 @@ from engine.kernels.gpu.experts import expert_config, expert_product, max_tiles,
 from engine.kernels.gpu.gpu_kind import H200, gpu_kind
 from engine.kernels.gpu.parts import TRITON_PARTS, TritonScaledExperts
 from engine.layers import ACTIVATIONS, Activation
-from engine.models import expert_choice, expert_products
+from engine.models import chosen_experts, expert_choice
 from engine.models.expert_products import ExpertProducts, ScaledExperts
 from engine.models.experts_config import ExpertsConfig
 
@@ -212,7 +212,7 @@ def test_sums_of_a_tokens_experts(num_tokens: int, num_chosen: int, size: int, d
     y = randn(num_tokens * num_chosen, size, dtype=dtype, device=DEVICE)
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     weights = randn(num_tokens, num_chosen, dtype=torch.float32, seed=2, device=DEVICE)
-    ours, theirs = (each(y, order, weights) for each in (sum_of_experts, expert_products.sum_of_experts))
+    ours, theirs = (each(y, order, weights) for each in (sum_of_experts, chosen_experts.sum_of_experts))
     assert ours.dtype == dtype
     torch.testing.assert_close(ours, theirs, rtol=UNIT[dtype], atol=1e-5)
     # In the order of the choices, whatever other tokens there are.

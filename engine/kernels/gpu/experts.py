@@ -153,7 +153,7 @@ def _expert_kernel(
 
 
 def sum_of_experts(y_RD: torch.Tensor, order_R: torch.Tensor, weights_TA: torch.Tensor) -> torch.Tensor:
-    """See `engine.models.expert_products.sum_of_experts`. `y_RD` and `weights_TA`, float32, contiguous."""
+    """See `engine.models.chosen_experts.sum_of_experts`. `y_RD` and `weights_TA`, float32, contiguous."""
     num_tokens, num_chosen = weights_TA.shape
     size = y_RD.shape[1]
     places_R = torch.empty_like(order_R)

@@ -23,6 +23,7 @@ from engine.kernels.gpu.one_row import one_row_product
 from engine.kernels.gpu.pointwise import add_rms_norm, multiply_gated
 from engine.kernels.gpu.scan_spans import scan_in_spans
 from engine.layers import Activation, GatedLinear, Linear, RMSNorm
+from engine.models.chosen_experts import ChosenExperts
 from engine.models.expert_products import ExpertProducts
 from engine.models.four_bit_experts import ClampedGate, FourBitStack
 from engine.models.parts import Parts
@@ -180,7 +181,7 @@ TRITON_PARTS = Parts(
     int4_experts=TritonInt4Experts,
     four_bit_experts=TritonFourBitExperts,
     choose_experts=choose_experts,
-    sum_of_experts=sum_of_experts,
+    chosen_experts=partial(ChosenExperts, sum_of_experts=sum_of_experts),
     recurrent_ops=TRITON_RECURRENT_OPS,
 )
 TRITON_QUANTIZED_LINEARS = QuantizedLinears(
