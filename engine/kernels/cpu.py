@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from engine.attention.cpu_backend import CpuPlan
-from engine.kernels.cpu_experts import PanelClampedExperts, PanelExperts, PanelFourBitExperts
+from engine.kernels.cpu_experts import PanelChosenExperts, PanelClampedExperts, PanelExperts, PanelFourBitExperts
 from engine.kernels.cpu_products import PanelGatedLinear, PanelLinear, PanelLogits
 from engine.kernels.cpu_recurrent import CPU_OPS
 from engine.layers import Activation, CosSin, GatedLinear, Linear, RMSNorm
+from engine.models.experts import ExpertsFeedForward
 from engine.models.feed_forward import GatedFeedForward
 from engine.models.head_attention import HeadAttention
 from engine.models.layer import DecoderLayer, Features, LayerStack, OnLayer, PlainLayers
@@ -75,24 +76,30 @@ class FusedLayers:
 def fastest_stack(
     layers: list[DecoderLayer], adapter_ids: Callable[[], torch.Tensor | None] = lambda: None
 ) -> LayerStack:
-    """`FusedLayers` with these arguments; `PlainLayers` if any layer has experts."""
-    is_dense = all(isinstance(layer.feed_forward, GatedFeedForward) for layer in layers)
-    return FusedLayers(layers, adapter_ids) if is_dense else PlainLayers(layers)
+    """`FusedLayers` with these arguments; `PlainLayers` if it does not know a layer's experts."""
+    return FusedLayers(layers, adapter_ids) if all(map(_can_fuse, layers)) else PlainLayers(layers)
+
+
+def _can_fuse(layer: DecoderLayer) -> bool:
+    feed_forward = layer.feed_forward
+    if not isinstance(feed_forward, ExpertsFeedForward):
+        return isinstance(feed_forward, GatedFeedForward)
+    config = feed_forward.router.config
+    is_known = config.scoring == "softmax" and config.num_groups == config.num_chosen_groups and config.scaling == 1.0
+    return is_known and feed_forward.shared is None
 
 
 def fused(layer: DecoderLayer) -> Any:
     """Make a torch.classes.tandem_cpu.DecoderLayer with the weights of `layer`."""
     attention, feed_forward = layer.attention, layer.feed_forward
     assert isinstance(attention, HeadAttention)
-    assert isinstance(feed_forward, GatedFeedForward)
-    heads, qkv, output, gated, down = (
-        attention.heads, attention.qkv, attention.output, feed_forward.gated, feed_forward.down,
-    )  # fmt: skip
-    assert isinstance(qkv, PanelLinear)
-    assert isinstance(output, PanelLinear)
-    assert isinstance(gated, PanelGatedLinear)
-    assert isinstance(down, PanelLinear)
-    products: tuple[PanelLinear | PanelGatedLinear, ...] = (qkv, output, gated, down)
+    assert isinstance(attention.qkv, PanelLinear)
+    assert isinstance(attention.output, PanelLinear)
+    products: list[PanelLinear | PanelGatedLinear] = [attention.qkv, attention.output]
+    if isinstance(feed_forward, GatedFeedForward):
+        assert isinstance(feed_forward.gated, PanelGatedLinear)
+        assert isinstance(feed_forward.down, PanelLinear)
+        products += [feed_forward.gated, feed_forward.down]
     made = torch.classes.tandem_cpu.DecoderLayer(
         [product.panels for product in products],
         [product.scale for product in products],
@@ -100,8 +107,8 @@ def fused(layer: DecoderLayer) -> Any:
         [product.num_outputs for product in products],
         layer.input_norm.weight,
         layer.post_attention_norm.weight,
-        None if heads.q_norm is None else heads.q_norm.weight,
-        None if heads.k_norm is None else heads.k_norm.weight,
+        None if attention.heads.q_norm is None else attention.heads.q_norm.weight,
+        None if attention.heads.k_norm is None else attention.heads.k_norm.weight,
         layer.input_norm.eps,
         attention.scores.scale,
         attention.scores.sliding_window,
@@ -109,7 +116,24 @@ def fused(layer: DecoderLayer) -> Any:
     for number, product in enumerate(products):
         if product.added is not None:
             made.adapt(number, product.added)
+    if isinstance(feed_forward, ExpertsFeedForward):
+        made.mix(_mixture(feed_forward))
     return made
+
+
+def _mixture(feed_forward: ExpertsFeedForward) -> Any:
+    """A torch.classes.tandem_cpu.Mixture."""
+    router, chosen = feed_forward.router, feed_forward.experts
+    assert isinstance(router.logits, PanelLogits)
+    assert isinstance(chosen, PanelChosenExperts)
+    config = router.config
+    return torch.classes.tandem_cpu.Mixture(
+        router.logits.panels,
+        config.num_experts,
+        config.num_experts_per_token,
+        config.norms_weights,
+        chosen.products.experts,
+    )
 
 
 KERNEL_PARTS = Parts(
@@ -120,6 +144,7 @@ KERNEL_PARTS = Parts(
     fastest_stack,
     expert_scores=PanelLogits,
     each_expert=PanelExperts,
+    chosen_experts=PanelChosenExperts,
     four_bit_experts=PanelFourBitExperts,
     clamped_experts=PanelClampedExperts,
     recurrent_ops=CPU_OPS,

@@ -13,6 +13,8 @@ import torch.nn.functional as F  # noqa: N812
 
 from engine.kernels.cpu_products import PANEL, PanelGatedLinear, PanelLinear, side_by_side
 from engine.layers import Activation
+from engine.models.chosen_experts import ChosenExperts
+from engine.models.expert_choice import Choice
 from engine.models.expert_products import ExpertProducts, ExpertWeight
 from engine.models.four_bit_experts import BiasedExpert, ClampedGate, FourBitStack
 from engine.weight import dequantized
@@ -25,24 +27,38 @@ class _InOneCall(ExpertProducts):
     """All experts of a layer. Each reads its weights once for all its rows."""
 
     reads_back = True
-    _experts: Any
+    experts: Any
     """torch.classes.tandem_cpu.Experts"""
 
     def __call__(self, x_RD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        y_RD: torch.Tensor = self._experts.forward(x_RD, ends_E)
+        y_RD: torch.Tensor = self.experts.forward(x_RD, ends_E)
         return y_RD
+
+
+class PanelChosenExperts(ChosenExperts):
+    """Sorts rows, multiplies and sums up in one call."""
+
+    def __init__(self, products: ExpertProducts, num_experts: int, device: torch.device | str) -> None:
+        super().__init__(products, num_experts, device)
+        assert isinstance(products, _InOneCall)
+        self.products = products
+
+    def __call__(self, h_TD: torch.Tensor, choice: Choice) -> torch.Tensor:
+        experts_TA, weights_TA = choice
+        o_TD: torch.Tensor = self.products.experts.of_chosen(h_TD, experts_TA.contiguous(), weights_TA.contiguous())
+        return o_TD
 
 
 class PanelExperts(_InOneCall):
     """Experts with a gate by SiLU or GELU, plain or in 8 or 4 bits."""
 
     def __init__(self, weights: Iterable[ExpertWeight], activation: Activation = "silu") -> None:
-        self._experts = None
+        self.experts = None
         for gate, up, down in map(_of_even_size, weights):
-            if self._experts is None:
-                self._experts = torch.classes.tandem_cpu.Experts(len(gate), len(down), activation, 0.0, 0.0)
+            if self.experts is None:
+                self.experts = torch.classes.tandem_cpu.Experts(len(gate), len(down), activation, 0.0, 0.0)
             gated, outer = PanelGatedLinear(gate, up, None, None), PanelLinear(down)
-            self._experts.add(gated.panels, gated.scale, None, outer.panels, outer.scale, None)
+            self.experts.add(gated.panels, gated.scale, None, outer.panels, outer.scale, None)
 
 
 def _of_even_size(weight: ExpertWeight) -> ExpertWeight:
@@ -58,12 +74,12 @@ class PanelClampedExperts(_InOneCall):
     """gpt-oss' experts, with biases and a gate of their own."""
 
     def __init__(self, experts: Iterable[BiasedExpert], gate: ClampedGate) -> None:
-        self._experts = None
+        self.experts = None
         for (gate_weight, up, down), (gate_bias, up_bias, down_bias) in experts:
-            if self._experts is None:
-                self._experts = _clamped(gate, len(up), len(down))
+            if self.experts is None:
+                self.experts = _clamped(gate, len(up), len(down))
             gated, outer = PanelGatedLinear(gate_weight, up, gate_bias, up_bias), PanelLinear(down, down_bias)
-            self._experts.add(gated.panels, gated.scale, gated.bias, outer.panels, outer.scale, outer.bias)
+            self.experts.add(gated.panels, gated.scale, gated.bias, outer.panels, outer.scale, outer.bias)
 
 
 class PanelFourBitExperts(PanelClampedExperts):
@@ -72,11 +88,11 @@ class PanelFourBitExperts(PanelClampedExperts):
     def __init__(self, gate_up: FourBitStack, down: FourBitStack, gate: ClampedGate) -> None:
         """`gate_up` [E, 2I, D], gate and up alternately; `down` [E, D, I]. Copies both. Raises `ValueError` if a number
         is too large for a bfloat16."""
-        self._experts = _clamped(gate, gate_up.bias.shape[1] // 2, down.bias.shape[1])
+        self.experts = _clamped(gate, gate_up.bias.shape[1] // 2, down.bias.shape[1])
         for of_gate_up, of_down in zip(_each(gate_up), _each(down), strict=True):
             gated, gated_bias = _in_panels(*(side_by_side([each[::2], each[1::2]]) for each in of_gate_up))
             outer, outer_bias = _in_panels(*of_down)
-            self._experts.add(gated, None, gated_bias, outer, None, outer_bias)
+            self.experts.add(gated, None, gated_bias, outer, None, outer_bias)
 
 
 def _clamped(gate: ClampedGate, intermediate_size: int, hidden_size: int) -> Any:

@@ -29,36 +29,36 @@ class Router:
     """Chooses each token's experts and their weights, in float32."""
 
     def __init__(self, config: ExpertsConfig, factory: PartsFactory, name: str, hidden_size: int) -> None:
-        self._config = config
+        self.config = config
         self._choose_experts = factory.parts.choose_experts
         E = config.num_experts
-        self._logits = factory.parts.expert_scores(factory.weights.take(f"{name}.weight", (E, hidden_size)))
-        self._bias_E = None
+        self.logits = factory.parts.expert_scores(factory.weights.take(f"{name}.weight", (E, hidden_size)))
+        self.bias_E = None
         if config.scoring == "sigmoid":
             # float32: differences between experts are far below the precision of 16 bits.
-            self._bias_E = factory.weights.take(f"{name}.e_score_correction_bias", (E,), torch.float32)
+            self.bias_E = factory.weights.take(f"{name}.e_score_correction_bias", (E,), torch.float32)
 
     def __call__(self, h_TD: torch.Tensor) -> Choice:
-        return self._choose_experts(self._logits(h_TD), self._bias_E, self._config)
+        return self._choose_experts(self.logits(h_TD), self.bias_E, self.config)
 
 
 class ExpertsFeedForward:
     def __init__(self, config: ExpertsConfig, factory: PartsFactory, name: str, hidden_size: int, has_bias: bool):
         """`has_bias`: whether the shared experts have biases."""
-        self._router = Router(config, factory, f"{name}.gate", hidden_size)
-        self._shared = None
+        self.router = Router(config, factory, f"{name}.gate", hidden_size)
+        self.shared = None
         if config.num_shared_experts:
             size = config.num_shared_experts * config.intermediate_size
             parts = replace(factory.parts, sum_over_ranks=None)  # summed together with the chosen experts below
             alone = replace(factory, parts=parts)
-            self._shared = GatedFeedForward(alone, f"{name}.shared_experts", hidden_size, size, has_bias)
+            self.shared = GatedFeedForward(alone, f"{name}.shared_experts", hidden_size, size, has_bias)
         self._sum_over_ranks = factory.parts.sum_over_ranks
         products = factory.experts(f"{name}.experts", config, hidden_size)
-        self._experts = factory.parts.chosen_experts(products, config.num_experts, factory.weights.device)
-        self.reads_back = self._experts.reads_back
+        self.experts = factory.parts.chosen_experts(products, config.num_experts, factory.weights.device)
+        self.reads_back = self.experts.reads_back
 
     def __call__(self, h_TD: torch.Tensor) -> torch.Tensor:
-        o_TD = self._experts(h_TD, self._router(h_TD))
-        if self._shared is not None:
-            o_TD = o_TD + self._shared(h_TD)
+        o_TD = self.experts(h_TD, self.router(h_TD))
+        if self.shared is not None:
+            o_TD = o_TD + self.shared(h_TD)
         return o_TD if self._sum_over_ranks is None else self._sum_over_ranks(o_TD)

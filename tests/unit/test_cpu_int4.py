@@ -161,7 +161,7 @@ def test_experts_are_kept_in_4_bits() -> None:
     wide = [[each.dequantized() for each in expert] for expert in narrow]
     experts = PanelExperts((gate, up, down) for gate, up, down in narrow)
     numbers, groups = 3 * 3 * 64 * 96, 3 * 3 * 64 * 96 // 32
-    assert experts._experts.num_bytes() == numbers // 2 + 8 * groups  # a scale and an offset for each group
+    assert experts.experts.num_bytes() == numbers // 2 + 8 * groups  # a scale and an offset for each group
     ends = torch.tensor([4, 4, 9], dtype=torch.int32)
     expected = PanelExperts((gate, up, down) for gate, up, down in wide)(x, ends)
     assert (experts(x, ends) - expected).norm() < 0.01 * expected.norm()

@@ -131,7 +131,7 @@ def test_what_is_no_number_stays_in_its_row() -> None:
 
 def test_four_bits_stay_four_bits() -> None:
     experts = PanelFourBitExperts(stack_of(3, 128, 64), stack_of(3, 64, 64), GATE)
-    assert experts._experts.num_bytes() == 3 * 3 * 64 * 64 * 17 // 32
+    assert experts.experts.num_bytes() == 3 * 3 * 64 * 64 * 17 // 32
 
 
 def test_a_power_that_bfloat16_does_not_have() -> None:

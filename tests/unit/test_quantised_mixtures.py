@@ -15,9 +15,13 @@ from model_bench import SMALL, Bench, assert_close, engine_config, random_tokens
 from torch import nn
 
 from engine.attention import Needs, why_no_graphs
+from engine.kernels.build import load_cpu_kernels
+from engine.kernels.cpu import KERNEL_PARTS, QUANTIZED_KERNEL_PARTS
 from engine.model_loader.loading import parts_of
+from engine.model_loader.weights import DummyWeights
 from engine.models import load_decoder_config
 from engine.models.decoder import Decoder
+from engine.models.parts import PartsFactory
 from engine.quantization import as_float8, as_int8
 from engine.quantization_choice import check_quantization
 from engine.weight import Weight, as_int4, dequantized
@@ -37,6 +41,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "mixtral": lambda: transformers.MixtralConfig(**WIDE, num_local_experts=4),
     "deepseek": lambda: transformers.DeepseekV3Config(**LATENTS, q_lora_rank=32, pad_token_id=0),
 }
+QWEN = {"architectures": ["Qwen3MoeForCausalLM"], **WIDE, "num_experts": 4, "moe_intermediate_size": 64}
 QUANTISED: dict[str, Callable[[Weight], Weight]] = {"int8": as_int8, "int4": as_int4}
 STAY_PLAIN = ("lm_head", "kv_b_proj")
 
@@ -91,15 +96,14 @@ def test_the_cpu_kernels_multiply_with_quantised_weights(name: str, quantization
     assert (quantised - rounded).norm() < min(0.1 * rounded.norm(), 0.8 * (quantised - plain).norm())
 
 
-def test_experts_take_no_more_memory_than_their_bits(tmp_path: Path) -> None:
-    save_model(CONFIGS["mixtral"](), tmp_path)
+def test_experts_take_no_more_memory_than_their_bits() -> None:
+    load_cpu_kernels()
+    moe = load_decoder_config(QWEN).moe
+    assert moe is not None
     num_bytes = {}
-    for quantization in ("none", "int8", "int4"):
-        settings = {"quantization": quantization, "dtype": "bfloat16", "block_size": 16, "num_kv_blocks": 64}
-        runner = Bench(engine_config(tmp_path, **settings)).runner
-        assert isinstance(runner._model, Decoder)
-        experts = runner._model._layers._layers[0].feed_forward._experts._products._experts
-        num_bytes[quantization] = experts.num_bytes()
+    for name, parts in {"none": KERNEL_PARTS, **QUANTIZED_KERNEL_PARTS}.items():
+        products: Any = PartsFactory(DummyWeights(0, "bfloat16", "cpu"), parts, 1e-6).experts("experts", moe, 96)
+        num_bytes[name] = products.experts.num_bytes()
     assert num_bytes["int8"] == num_bytes["none"] / 2
     assert num_bytes["int4"] == num_bytes["none"] / 16 * 5
 
@@ -127,7 +131,6 @@ def test_steps_of_quantised_experts_are_recorded_on_any_gpu(quantization: str) -
     assert why_no_graphs("triton", needs) == ""
 
 
-QWEN = {"architectures": ["Qwen3MoeForCausalLM"], **WIDE, "num_experts": 4, "moe_intermediate_size": 64}
 DEEPSEEK = {"architectures": ["DeepseekV3ForCausalLM"], **LATENTS, "q_lora_rank": 32}
 GROUPS, SIDES = "cannot work here: inputs of products must be multiples of 32", "outputs .* must be multiples of 16"
 

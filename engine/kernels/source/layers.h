@@ -10,6 +10,7 @@
 
 #include "attention.h"
 #include "matmul.h"
+#include "mixture.h"
 #include "rows.h"
 
 namespace tandem {
@@ -35,22 +36,31 @@ struct DecoderLayer : torch::CustomClassHolder {
   double eps, scale;
   int64_t window;
 
+  c10::intrusive_ptr<Mixture> mixture;  // in place of gated and down; null: there are these
+
   // Weights in panels, scales, biases and numbers of outputs, of these products in this order: qkv, output, gate with
-  // up, down.
+  // up, down; of the first two alone if the layer has a mixture.
   DecoderLayer(
       const std::vector<at::Tensor>& weights, const std::vector<OfOutputs>& scales, const std::vector<OfOutputs>& biases,
       const std::vector<int64_t>& num_outputs, at::Tensor input_norm, at::Tensor post_attention_norm,
       std::optional<at::Tensor> q_norm, std::optional<at::Tensor> k_norm, double eps, double scale, int64_t window)
-      : qkv{weights.at(0), scales.at(0), biases.at(0), num_outputs.at(0)},
-        output{weights.at(1), scales.at(1), biases.at(1), num_outputs.at(1)},
-        gated{weights.at(2), scales.at(2), biases.at(2), num_outputs.at(2)},
-        down{weights.at(3), scales.at(3), biases.at(3), num_outputs.at(3)}, input_norm(std::move(input_norm)), post_attention_norm(std::move(post_attention_norm)),
-        q_norm(std::move(q_norm)), k_norm(std::move(k_norm)), eps(eps), scale(scale), window(window) {}
+      : input_norm(std::move(input_norm)), post_attention_norm(std::move(post_attention_norm)), q_norm(std::move(q_norm)),
+        k_norm(std::move(k_norm)), eps(eps), scale(scale), window(window) {
+    TORCH_CHECK(weights.size() == 2 || weights.size() == 4, "a layer has two or four products");
+    Product* products[] = {&qkv, &output, &gated, &down};
+    for (size_t i = 0; i < weights.size(); i++)
+      *products[i] = {weights[i], scales.at(i), biases.at(i), num_outputs.at(i), nullptr};
+  }
+
+  void mix(const c10::intrusive_ptr<Mixture>& given) {
+    TORCH_CHECK(!gated.weight.defined(), "a layer has a mixture or a gate");
+    mixture = given;
+  }
 
   // Sets what adapters add to one of the four products, numbered in the order above.
   void adapt(int64_t product, const c10::intrusive_ptr<AddedProduct>& added) {
     Product* products[] = {&qkv, &output, &gated, &down};
-    TORCH_CHECK(product >= 0 && product < 4, "product must be in [0, 3]");
+    TORCH_CHECK(product >= 0 && product < 4 && products[product]->weight.defined(), "product: there is no ", product);
     TORCH_CHECK(added->num_inputs == 2 * Panels(products[product]->weight).pairs, "what is added must have the product's inputs");
     products[product]->added = added;
   }
@@ -83,6 +93,7 @@ struct DecoderLayer : torch::CustomClassHolder {
     });
     at::Tensor projected_back = recorded("layer: output", [&] { return multiplied(output, attended, next, rows); });
     at::Tensor h = recorded("layer: norm", [&] { return add_rms_norm(x, projected_back, post_attention_norm, eps); });
+    if (mixture) return recorded("layer: experts", [&] { return mixture->forward(h); });
     at::Tensor active = recorded("layer: gate, up", [&] {
       return gated_linear_ahead(
           h, gated.weight, gated.scale, gated.bias, gated.num_outputs, false, next, gated.added.get(), rows);

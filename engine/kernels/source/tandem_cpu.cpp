@@ -62,21 +62,28 @@ TORCH_LIBRARY(tandem_cpu, m) {
       .def("remove", &AddedProduct::remove)
       .def("linear", &adapted_linear)
       .def("gated_linear", &adapted_gated_linear);
+  m.class_<Experts>("Experts")
+      .def(torch::init<int64_t, int64_t, const std::string&, double, double>())
+      .def("add", &Experts::add)
+      .def("num_bytes", &Experts::num_bytes)
+      .def("forward", &Experts::forward)
+      .def(
+          "of_chosen",
+          static_cast<at::Tensor (Experts::*)(const at::Tensor&, const at::Tensor&, const at::Tensor&) const>(&Experts::of_chosen));
+  m.class_<Mixture>("Mixture")
+      .def(torch::init<at::Tensor, int64_t, int64_t, bool, c10::intrusive_ptr<Experts>>())
+      .def("forward", &Mixture::forward);
   m.class_<DecoderLayer>("DecoderLayer")
       .def(torch::init<
            const Tensors&, const EachOfOutputs&, const EachOfOutputs&, const std::vector<int64_t>&, at::Tensor, at::Tensor, std::optional<at::Tensor>,
            std::optional<at::Tensor>, double, double, int64_t>())
       .def("adapt", &DecoderLayer::adapt)
+      .def("mix", &DecoderLayer::mix)
       .def("forward", &DecoderLayer::forward);
   m.class_<DecoderLayers>("DecoderLayers")
       .def(torch::init<>())
       .def("add", &DecoderLayers::add)
       .def("forward", &DecoderLayers::forward);
-  m.class_<Experts>("Experts")
-      .def(torch::init<int64_t, int64_t, const std::string&, double, double>())
-      .def("add", &Experts::add)
-      .def("num_bytes", &Experts::num_bytes)
-      .def("forward", &Experts::forward);
   m.def("pack_weight(Tensor weight) -> Tensor", &pack_weight);
   m.def("pack_int4(Tensor packed, Tensor scale, Tensor offset) -> Tensor", &pack_int4);
   m.def("pack_mxfp4(Tensor pairs, Tensor exponents) -> Tensor", &pack_mxfp4);
