@@ -1,10 +1,12 @@
-"""Measures the engine beside others with models that transformers' code computes, of random weights.
+"""Measures the engine beside others with models of many families, of random weights.
 
     python -m benchmarks.families --against llama                       # Gemma 3 270M, Qwen 3.5 0.8B, a part of gpt-oss
     python -m benchmarks.families --against llama,vllm --shapes gemma3-270m
+    python -m benchmarks.families --shapes qwen3-1.7b-half,qwen3-30b-a3b-eighth --quantization int4
 
 Such checkpoints cannot be had everywhere; their shapes are enough to measure speed. Each is written once, in bfloat16,
-and converted to GGUF by llama.cpp's own converter, without a vocabulary. The measurements are those of engine.py.
+and converted to GGUF by llama.cpp's own converter, without a vocabulary, and then to Q8_0 or Q4_0 by its own code. The
+measurements are those of engine.py.
 """
 
 from __future__ import annotations
@@ -43,8 +45,23 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072, "tie_word_embeddings": False,
         "quantization_config": {"quant_method": "mxfp4"},
     },
+    "qwen3-1.7b-half": {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 75968, "hidden_size": 2048,
+        "intermediate_size": 6144, "num_hidden_layers": 14, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "head_dim": 128, "max_position_embeddings": 40960, "rope_theta": 1e6, "tie_word_embeddings": True,
+    },
+    "qwen3-30b-a3b-eighth": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 18992, "hidden_size": 2048,
+        "intermediate_size": 6144, "num_hidden_layers": 6, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "head_dim": 128, "num_experts": 128, "num_local_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768, "norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1,
+        "max_position_embeddings": 40960, "rope_theta": 1e6, "tie_word_embeddings": False,
+    },
 }  # fmt: skip
-"""As in the models' own config.json; a quarter of a model has a quarter of its layers and of its vocabulary."""
+"""As in the models' own config.json; a part of a model has this part of its layers and of its vocabulary."""
+BY_TRANSFORMERS = ("gemma3-270m", "qwen3.5-0.8b", "gpt-oss-20b-quarter")
+LLAMA_FTYPE = {"int8": 7, "int4": 2}
+"""llama.cpp's numbers for Q8_0 and Q4_0."""
 TOOLS = "tools/bin/python"
 CONVERTER = "llama/vendor/llama.cpp"
 CONVERT = """
@@ -62,11 +79,27 @@ for module in (base, gemma, gpt_oss, qwen):
     for kind in vars(module).values():
         if isinstance(kind, type) and hasattr(kind, "set_vocab"):
             kind.set_vocab = without_vocabulary
-without_mtp = ["--no-mtp"] if "qwen" in to else []
+without_mtp = ["--no-mtp"] if "qwen3.5" in to else []
 sys.argv = ["convert", folder, "--outfile", to, "--outtype", "bf16", *without_mtp]
 converter.main()
 """
 """Run by the peers' Python. The converter reads a Gemma's tokenizer.json, to see how many tokens there are."""
+LIBRARY = "llama/vendor/llama.cpp/build/bin/libllama.so"
+QUANTISE = """
+import ctypes, sys
+library, source, to, ftype, num_threads = sys.argv[1:]
+llama = ctypes.CDLL(library)
+
+class Params(ctypes.Structure):  # its first fields; the defaults of the others stay as they are
+    _fields_ = [("num_threads", ctypes.c_int32), ("ftype", ctypes.c_int32), ("others", ctypes.c_char * 1024)]
+
+llama.llama_model_quantize_default_params.restype = Params
+llama.llama_model_quantize.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.POINTER(Params)]
+params = llama.llama_model_quantize_default_params()
+params.num_threads, params.ftype = int(num_threads), int(ftype)
+sys.exit(llama.llama_model_quantize(source.encode(), to.encode(), ctypes.byref(params)))
+"""
+"""Likewise: llama-quantize is not among the programs that were built."""
 
 
 def write_checkpoint(folder: Path, config: dict[str, Any]) -> None:
@@ -100,16 +133,25 @@ def write_in_four_bits(folder: Path, hf_config: Any, config: dict[str, Any]) -> 
     (folder / "config.json").write_text(json.dumps(fields, default=str))
 
 
-def convert(folder: Path, to: Path) -> None:
-    """Raises `click.ClickException` if llama.cpp's converter fails."""
-    command = [str(existing(TOOLS)), "-c", CONVERT, str(folder), str(to), str(existing(CONVERTER))]
+def convert(folder: Path, to: Path, quantization: str) -> None:
+    """Raises `click.ClickException` if llama.cpp's code fails."""
+    plain = to if quantization == "none" else to.with_suffix(".bf16.gguf")
+    _by_peers(CONVERT, folder, plain, existing(CONVERTER))
+    if plain != to:
+        _by_peers(QUANTISE, existing(LIBRARY), plain, to, LLAMA_FTYPE[quantization], torch.get_num_threads())
+        plain.unlink()
+
+
+def _by_peers(code: str, *arguments: object) -> None:
+    command = [str(existing(TOOLS)), "-c", code, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise click.ClickException(f"llama.cpp's converter: {done.stderr[-1000:]}")
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--shapes", default=",".join(SHAPES), show_default=True, help="Models, comma-separated.")
+@click.option("--shapes", default=",".join(BY_TRANSFORMERS), show_default=True, help="Models, comma-separated.")
+@click.option("--quantization", default="none", type=click.Choice(["none", *LLAMA_FTYPE]), show_default=True)
 @click.option("--against", default="llama", show_default=True, help="Peers: llama, vllm (see peers.py).")
 @click.option("--rounds", default=2, type=COUNT, show_default=True, help="Times to measure each engine, in turn.")
 @click.option("--batch-sizes", default="1,8,32", type=Numbers(), show_default=True)
@@ -120,6 +162,7 @@ def convert(folder: Path, to: Path) -> None:
 @click.option("--num-threads", default=0, show_default=True, help="Compute threads. 0: torch's default.")
 def main(
     shapes: str,
+    quantization: str,
     against: str,
     rounds: int,
     batch_sizes: tuple[int, ...],
@@ -129,7 +172,7 @@ def main(
     num_prompts: int,
     num_threads: int,
 ) -> None:
-    """Measure models that transformers' code computes, beside other engines."""
+    """Measure models of many families beside other engines."""
     wanted, peers = shapes.split(","), against.split(",")
     if unknown := [name for name in wanted if name not in SHAPES]:
         raise click.UsageError(f"--shapes: no such model {', '.join(unknown)}; there are {', '.join(SHAPES)}")
@@ -142,7 +185,7 @@ def main(
             click.echo(f"{name}: writing random weights", err=True)
             write_checkpoint(folder, SHAPES[name])
             if "llama" in peers:
-                convert(folder, gguf)
+                convert(folder, gguf, quantization)
             case = Case(
                 prompt_tokens=prompt_tokens,
                 batch_sizes=batch_sizes,
@@ -152,10 +195,13 @@ def main(
                 num_threads=num_threads or torch.get_num_threads(),
                 folder=str(folder),
                 gguf=str(gguf),
+                quantization=quantization,
                 shape=name,
             )
             click.echo(name)
-            compare(case, peers, rounds, ["--model", str(folder), "--dtype", "bfloat16"])
+            compare(
+                case, peers, rounds, ["--model", str(folder), "--dtype", "bfloat16", "--quantization", quantization]
+            )
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@ each can be used.
 
 Weights are quantised when loaded, with one scale per output channel (in 4 bits: per group of inputs), or kept as the
 checkpoint has them (`ScaledWeight`, `Int4Weight`).
-Only products of layers are quantised: embeddings, norms and the logits' product keep the model's dtype, as in vLLM.
+Only products of layers are quantised: embeddings, norms and the logits' product keep the model's dtype, as in vLLM; but
+the CPU kernels multiply logits in int8 (engine/kernels/cpu.py).
 `Parts.with_products` puts these layers into a decoder.
 
     int8     only weights, on any device: activations keep their dtype

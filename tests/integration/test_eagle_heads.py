@@ -280,7 +280,9 @@ def test_a_head_computes_as_the_model_does(tmp_path: Path, fields: dict[str, Any
     assert num_wrong(engine) == 0
 
 
-@pytest.mark.parametrize("backend", [CPU, PLAIN], ids=["cpu", "torch"])
+@pytest.mark.parametrize(
+    "backend", [pytest.param(CPU, id="cpu"), pytest.param(PLAIN, id="torch", marks=pytest.mark.slow)]
+)
 def test_all_ranks_guess_together(tmp_path: Path, backend: dict[str, Any]) -> None:
     ring, head = write_ring(tmp_path / "ring"), write_ring_head(tmp_path / "head")
     with closing(make_engine(ring, head, tensor_parallel_size=2, **backend)) as engine:
@@ -289,7 +291,7 @@ def test_all_ranks_guess_together(tmp_path: Path, backend: dict[str, Any]) -> No
         assert engine.stats.num_steps < 10
 
 
-@pytest.mark.parametrize("model_impl", ["tandem", "transformers"])
+@pytest.mark.parametrize("model_impl", ["tandem", pytest.param("transformers", marks=pytest.mark.slow)])
 def test_ranks_guess_what_one_rank_guesses(tmp_path: Path, always_guessing: None, model_impl: str) -> None:
     model, head = write_random_model(tmp_path / "model"), write_random_head(tmp_path / "head")
     settings = PLAIN | {"model_impl": model_impl}

@@ -74,7 +74,6 @@ def test_workers_have_the_settings_that_are_given(monkeypatch: pytest.MonkeyPatc
         (LFM2, (), 0.0),
         (LFM2, ("--kv-offloading-size", "0.2"), 0.2),
         (GEMMA2, (), 0.2),
-        (GEMMA2, ("--kv-offloading-size", "0.1"), 0.1),
     ],
 )
 def test_layers_with_a_state_go_without_host_memory_unless_it_is_given(
