@@ -49,17 +49,6 @@ struct GroupsOfPanel {
   Sums offset(int p, int64_t g, int part) const { return int4_numbers(group(p, g) + int4_head_bytes(head) / 2, head, part); }
 };
 
-// Memory to prefetch, evenly while two pairs after the other are multiplied.
-struct EvenlyAhead {
-  const char* at;
-  int64_t bytes_of_two;
-
-  void next() {
-    for (int64_t i = 0; i < bytes_of_two; i += ReadAhead::LINE) __builtin_prefetch(at + i, 0, 2);
-    at += bytes_of_two;
-  }
-};
-
 // Sums of R rows and P panels, which are read side by side. x_sums [R, groups]: the sums of each group's inputs.
 template <int R, int P>
 void multiply_groups(
@@ -133,7 +122,7 @@ void multiply_groups_share(const bf16* x, int64_t T, const Panels& weight, int64
   const auto multiply = [&](auto P, int64_t panel, int64_t from, int64_t to, const char* next, int64_t bytes) {
     with_rows<1, MATMUL_ROWS / P()>(to - from, [&](auto R) {
       F16 sums[P()][R()][2];
-      const EvenlyAhead ahead{next, (2 * bytes + pairs - 1) / pairs};
+      const EvenlyAhead ahead(next, bytes, pairs);
       multiply_groups<R(), P()>(xp + from * pairs, pairs, x_sums.data() + from * num_groups, GroupsOfPanel(weight, panel), ahead, sums);
       for (int p = 0; p < P(); p++)
         for (int r = 0; r < R(); r++) finish(from + r, panel + p, sums[p][r]);

@@ -44,10 +44,10 @@ constexpr std::array<MultiplyRows, sizeof...(R)> pairs_of_rows(std::integer_sequ
 }
 
 // Sums of R rows and two panels in MXFP4. With so few rows, the sums of one panel would wait for each other longer than
-// it takes to convert the weights. Meanwhile prefetches `lines` cache lines from `ahead` on in each step.
+// it takes to convert the weights.
 template <int R>
 void multiply_two_panels(
-    const uint32_t* x, int64_t pairs, const PairsOfPanel& first, const PairsOfPanel& second, const char* ahead, int64_t lines,
+    const uint32_t* x, int64_t pairs, const PairsOfPanel& first, const PairsOfPanel& second, EvenlyAhead ahead,
     F16 (*sums)[R][2]) {
   first.read_with(second, [&](auto&& get_first, auto&& get_second, auto step) {
     constexpr int64_t STEP = decltype(step)::value;
@@ -60,8 +60,10 @@ void multiply_two_panels(
     };
     for (int64_t k = 0; k < pairs;) {
       const uint32_t *one = get_first(k, STEP), *other = get_second(k, STEP);
-      for (int64_t i = 0; i < lines; i++, ahead += ReadAhead::LINE) __builtin_prefetch(ahead, 0, 2);
-      for (int64_t of_step = 0; of_step < STEP; of_step++, k++, one += PANEL, other += PANEL) add(0, one, k), add(1, other, k);
+      for (int64_t of_step = 0; of_step < STEP; of_step++, k++, one += PANEL, other += PANEL) {
+        if (k % 2 == 0) ahead.next();
+        add(0, one, k), add(1, other, k);
+      }
     }
     std::memcpy(sums, acc, sizeof(acc));
   });
@@ -70,14 +72,14 @@ void multiply_two_panels(
 // Calls finish(row, panel, two vectors of sums) for the R rows and panels in [begin, end), an even number of them.
 template <int R, class Finish>
 void multiply_by_twos(const uint32_t* x, const Panels& weight, int64_t begin, int64_t end, const Finish& finish) {
-  const int64_t bytes = 2 * weight.panel_bytes(), steps = weight.pairs / MXFP4_PAIRS;
-  const int64_t lines = (bytes + steps * ReadAhead::LINE - 1) / (steps * ReadAhead::LINE);
+  const int64_t bytes = 2 * weight.panel_bytes();
   F16 sums[2][R][2];
   std::vector<uint32_t> rooms[2];
   for (int64_t p = begin; p < end; p += 2) {
     const PairsOfPanel first(weight, p, 0, weight.pairs, 1, false, rooms[0]);
     const PairsOfPanel second(weight, p + 1, 0, weight.pairs, 1, false, rooms[1]);
-    multiply_two_panels<R>(x, weight.pairs, first, second, weight.at(p, 0) + bytes, p + 2 < end ? lines : 0, sums);
+    const EvenlyAhead ahead(weight.at(p, 0) + bytes, p + 2 < end ? bytes : 0, weight.pairs);
+    multiply_two_panels<R>(x, weight.pairs, first, second, ahead, sums);
     for (int64_t i = 0; i < 2; i++)
       for (int r = 0; r < R; r++) finish(r, p + i, sums[i][r]);
   }

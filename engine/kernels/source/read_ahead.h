@@ -15,6 +15,21 @@ struct ReadAhead {
   std::atomic<int64_t> next{0};
 };
 
+// Memory to prefetch, evenly while pairs of inputs are multiplied, two after two: in bursts, the loads that are
+// waited for would queue behind it.
+struct EvenlyAhead {
+  EvenlyAhead(const char* begin, int64_t bytes, int64_t pairs) : at_(begin), bytes_of_two_((2 * bytes + pairs - 1) / pairs) {}
+
+  void next() {
+    for (int64_t i = 0; i < bytes_of_two_; i += ReadAhead::LINE) __builtin_prefetch(at_ + i, 0, 2);
+    at_ += bytes_of_two_;
+  }
+
+ private:
+  const char* at_;
+  int64_t bytes_of_two_;
+};
+
 // Chooses the memory that the tiles of one panel prefetch, in products of pairs (product_tiles.h does this
 // differently). First the next panel: one line for each pair in each of the first tiles, or the whole panel if there is
 // only one tile. Then `other`, as long as pieces are left. With few rows, where reading is all the work, only panels.
