@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from engine.float8 import MAX_FLOAT8, saturated_float8
-from engine.int4_weight import Int4Weight
+from engine.int4_weight import MAX_NUMBERS, Int4Weight
 from engine.layers import Linear, MakeLinear
 from engine.models.stored_weights import AS_STORED
 from engine.narrow_weight import check_finite
@@ -51,14 +51,26 @@ def quantize_int8(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise symmetrically to (int8 [N, K], scales [N]): the largest number of each output becomes 127.
 
     The weight is divided by the rounded scale. The scale has the weight's dtype, but float32 for float16, which loses
-    bits below 6e-5. Raises `ValueError` if a weight is not finite.
+    bits below 6e-5. Processes some rows at a time, since intermediate results take four times a weight's bytes. Raises
+    `ValueError` if a weight is not finite.
     """
+    num_rows = max(MAX_NUMBERS // weight_NK.shape[1], 1)
+    int8_NK = torch.empty_like(weight_NK, dtype=torch.int8, memory_format=torch.contiguous_format)
+    scales = []
+    for rows, to in zip(torch.split(weight_NK, num_rows), torch.split(int8_NK, num_rows), strict=True):
+        integers, scale = _quantized(rows)
+        to.copy_(integers)
+        scales.append(scale)
+    return int8_NK, torch.cat(scales)
+
+
+def _quantized(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The integers in float32, and the scales."""
     dtype = torch.float32 if weight_NK.dtype == torch.float16 else weight_NK.dtype
     amax_N = weight_NK.abs().amax(dim=1).float()
     check_finite(amax_N)
     scale_N = _divided(amax_N, MAX_INT8).to(dtype).clamp_min(torch.finfo(dtype).tiny)
-    int8_NK = (weight_NK.float() / scale_N.float()[:, None]).round_().clamp_(-MAX_INT8, MAX_INT8).to(torch.int8)
-    return int8_NK, scale_N
+    return (weight_NK.float() / scale_N.float()[:, None]).round_().clamp_(-MAX_INT8, MAX_INT8), scale_N
 
 
 def as_int8(weight: Weight) -> ScaledWeight:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from deepseek_cases import V3
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.float8 import why_no_float8
 from engine.layers import GatedLinear, Linear
@@ -63,6 +64,30 @@ def test_int8_is_the_nearest_multiple_of_each_outputs_scale(dtype: torch.dtype) 
     # Half a step; the rounding of the scale may put the largest beyond 127 steps.
     assert (error <= scale.double()[:, None] * (0.5 + 127 * UNIT[dtype] / 2)).all()
     assert (error.norm(dim=1) < 0.01 * weight.double().norm(dim=1)).all()  # also for small outputs
+
+
+class LargestInFloat32(TorchDispatchMode):
+    """Notes how many numbers the largest float32 tensor has that an operation makes."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.dtype == torch.float32:
+            self.largest = max(self.largest, made.numel())
+        return made
+
+
+def test_int8_takes_little_room_beside_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vocabulary's weight, whole in float32 twice, would take four times its bytes."""
+    weight = uneven_weight(BFLOAT16)
+    int8, scale = quantize_int8(weight)
+    monkeypatch.setattr("engine.quantization.MAX_NUMBERS", 80 * 7)
+    with LargestInFloat32() as made:
+        in_pieces = quantize_int8(weight)
+    assert torch.equal(in_pieces[0], int8)
+    assert torch.equal(in_pieces[1], scale)
+    assert made.largest == 80 * 7
 
 
 def test_float8_is_the_nearest_of_each_rows_scale() -> None:
