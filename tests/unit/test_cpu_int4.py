@@ -3,6 +3,7 @@ group, which round no weight; with one, they are those of the weights rounded to
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -66,6 +67,18 @@ def test_sums_in_float32(num_rows: int, num_inputs: int, num_outputs: int, group
     assert panels[0].nbytes == num_inputs // group_size * group_bytes
     y = torch.ops.tandem_cpu.linear_float(x, panels, None, num_outputs)
     exact = meant(weight)
+    size = x.double().abs() @ exact.abs().T
+    assert ((y.double() - x.double() @ exact.T).abs() <= 3e-6 * size).all()
+
+
+@pytest.mark.parametrize(("scale", "offset"), [*itertools.permutations((torch.float32, BFLOAT16, torch.float16), 2)])
+def test_sums_with_scales_in_another_form_than_offsets(scale: torch.dtype, offset: torch.dtype) -> None:
+    """Neither is rounded. Numbers of this size with a bfloat16's bits are also numbers of float16."""
+    x, weight, _ = case(7, 128, 40, 32)
+    weight = replace(weight, scale=kept_in(weight, scale).scale, offset=kept_in(weight, offset).offset)
+    panels, _ = in_panels(weight)
+    assert panels.dtype == (torch.float32 if torch.float32 in (scale, offset) else torch.float16)
+    y, exact = torch.ops.tandem_cpu.linear_float(x, panels, None, 40), meant(weight)
     size = x.double().abs() @ exact.abs().T
     assert ((y.double() - x.double() @ exact.T).abs() <= 3e-6 * size).all()
 
