@@ -1,6 +1,6 @@
 """Mixtures by our own decoder whose weights are quantised when they are loaded: the results are those of transformers
-with the dequantised weights. What stays plain: logits, scores of experts, and the product that makes each head's keys
-and values of latents."""
+with the dequantised weights. What stays plain: logits (but not by the CPU kernels), scores of experts, and the
+product that makes each head's keys and values of latents."""
 
 from __future__ import annotations
 
