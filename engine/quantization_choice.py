@@ -51,9 +51,10 @@ def check_quantization(asked: str, capability: tuple[int, int] | None, dtype: st
     """Raise `ValueError` if a quantization given by name cannot work."""
     why_not = why_no_quantization(asked, capability=capability, dtype=dtype, model=model)
     if isinstance(model, TransformersConfig):
-        advice = "none"
+        why_no_experts = _why_no_experts(asked, model)
+        advice = "int8 or none" if why_no_experts else "none"
         if asked != "none":
-            why_not = why_not or _why_no_product(asked, model)
+            why_not = why_not or why_no_experts or _why_no_product(asked, model)
     else:
         advice = "int8 or none"
         why_not = why_not or _why_no_grain(asked, model)
@@ -82,6 +83,14 @@ def _why_no_product(asked: str, model: TransformersConfig) -> str:
         sizes = ", ".join(f"{outputs}x{inputs}" for outputs, inputs in model.products)
         return f"none of the model's products, of sizes {sizes}, fits it"
     return ""
+
+
+def _why_no_experts(asked: str, model: TransformersConfig) -> str:
+    """Why experts cannot be quantised, as a clause; empty if they can. They are most of the weights."""
+    sizes = tuple(sorted({size for both in model.expert_sizes for size in both}, reverse=True))
+    if asked != "int4" or all(size % INT4_GROUP_SIZE == 0 for size in sizes):
+        return ""
+    return f"inputs of experts' products must be multiples of {INT4_GROUP_SIZE}, are {sizes} (a rank's part)"
 
 
 def _why_widened(

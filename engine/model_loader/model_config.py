@@ -226,7 +226,8 @@ def compat_digest(
     """
     # The number of positions changes no KV; where RoPE depends on it, its configuration has it.
     architecture = {k: v for k, v in asdict(shape).items() if k not in ("max_positions", "why_no_more_positions")}
-    for name in ("products", "adaptable", "siblings", "splits", "num_fixed_expert_tensors"):  # follow from the rest
+    follow_from_the_rest = ("products", "adaptable", "siblings", "splits", "num_fixed_expert_tensors", "expert_sizes")
+    for name in follow_from_the_rest:
         architecture.pop(name, None)
     for name in ("recurrent_layers", "head_shapes", "pool_layers"):
         if not architecture.get(name):

@@ -18,7 +18,6 @@ from torch import nn
 from transformers.integrations import moe
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from engine.grains import INT4_GRAIN
 from engine.int4_weight import Int4Weight
 from engine.layers import Activation, Linear
 from engine.models.chosen_experts import ChosenExperts
@@ -110,7 +109,7 @@ def replace_experts(
     causal_lm: Any, parts: Parts, quantization: str, stored: dict[str, list[ExpertWeight]], device: str
 ) -> None:
     """Replace experts, one layer after the other. Plain ones stay, unless the parts take them one by one. Raises
-    `ValueError` if they cannot be quantised.
+    `ValueError` if a weight is not finite and is to be quantised.
 
     `stored`: the experts' weights in 8 or 4 bits, by the names of their modules; they are taken from it."""
     # Only names: a list of modules would keep all replaced weights until the end.
@@ -123,7 +122,6 @@ def replace_experts(
         if in_files is not None:
             weights = (_on_device(expert, device) for expert in in_files)
         elif quantization in QUANTISERS:
-            _check_fits(sizes, quantization)
             weights = _quantised(module, quantization, device)
         elif parts.each_expert is not None:
             weights = _plain(module, device)
@@ -174,16 +172,6 @@ def _replace_scores(causal_lm: nn.Module, path: str, num_experts: int, hidden_si
 def _on_device(expert: ExpertWeight, device: str) -> ExpertWeight:
     gate, up, down = (weight.to(device) for weight in expert)
     return gate, up, down
-
-
-def _check_fits(sizes: ExpertSizes, quantization: str) -> None:
-    """Raise `ValueError` if experts cannot be quantised: they are most of the weights."""
-    inputs = sizes.hidden_size, sizes.intermediate_size
-    if quantization == "int4" and any(size % INT4_GRAIN for size in inputs):
-        raise ValueError(
-            f"quantization int4 cannot work here: inputs of experts' products must be multiples of {INT4_GRAIN}, are "
-            f"{inputs} (a rank's part); give int8 or none"
-        )
 
 
 def _plain(module: Any, device: str) -> Iterator[ExpertWeight]:

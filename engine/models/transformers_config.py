@@ -46,6 +46,8 @@ class TransformersConfig(ModelShape):
     """Number of weights that hold one product of all experts."""
     num_fixed_expert_tensors: int
     """Of these, those of experts that only transformers' code can compute (engine/models/replaced_experts.py)."""
+    expert_sizes: tuple[tuple[int, int], ...]
+    """(hidden, intermediate) of the other experts, without repetitions."""
     products: tuple[tuple[int, int], ...]
     """(outputs, inputs) of the layers' products, without repetitions."""
     adaptable: tuple[str, ...]
@@ -112,6 +114,7 @@ class TransformersConfig(ModelShape):
             recurrent_layers=step.recurrent_layers,
             num_expert_tensors=step.num_expert_tensors,
             num_fixed_expert_tensors=step.num_fixed_expert_tensors,
+            expert_sizes=step.expert_sizes,
             products=step.products,
             adaptable=step.adaptable,
             siblings=step.siblings,

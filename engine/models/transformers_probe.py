@@ -75,6 +75,7 @@ class Step:
     vocab_size: int
     num_expert_tensors: int
     num_fixed_expert_tensors: int
+    expert_sizes: tuple[tuple[int, int], ...]
     products: tuple[tuple[int, int], ...]
     adaptable: tuple[str, ...]
     siblings: tuple[tuple[str, ...], ...]
@@ -125,6 +126,7 @@ def watch_a_step(config: Any, max_positions: int) -> Step:
         watched = WatchedProducts(whole_body, body)
         recurrent_layers = take_recurrent_layers(model)
         num_expert_tensors, num_fixed = _num_expert_tensors(model)
+        expert_sizes = _expert_sizes(model)
         products = sizes_of_products(model)
         # Why such code fails without numbers, or attends in too few layers.
         other_states = "" if recurrent_layers else why_not_its_states(model)
@@ -166,6 +168,7 @@ def watch_a_step(config: Any, max_positions: int) -> Step:
         vocab_size=logits_1TV.shape[-1],
         num_expert_tensors=num_expert_tensors,
         num_fixed_expert_tensors=num_fixed,
+        expert_sizes=expert_sizes,
         products=products,
         adaptable=watched.adaptable(recurrent_layers, NUM_TOKENS),
         siblings=watched.siblings(),
@@ -316,6 +319,11 @@ def _num_expert_tensors(model: Any) -> tuple[int, int]:
             num += num_own
             num_fixed += num_own if sizes_of_experts(module) is None else 0
     return num, num_fixed
+
+
+def _expert_sizes(model: Any) -> tuple[tuple[int, int], ...]:
+    found = (sizes_of_experts(module) for module in model.modules())
+    return tuple(sorted({(sizes.hidden_size, sizes.intermediate_size) for sizes in found if sizes is not None}))
 
 
 def _meaning_of(error: Exception) -> str:

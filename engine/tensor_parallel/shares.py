@@ -12,7 +12,7 @@ from dataclasses import replace
 from engine.models.decoder_config import DecoderConfig
 from engine.models.head_shape import HeadShape, pool_shape, why_not_together
 from engine.models.model_shape import ModelShape
-from engine.models.split import own_heads, why_not_split
+from engine.models.split import EXPERTS, own_heads, why_not_split
 from engine.models.transformers_config import TransformersConfig
 
 MOST_NAMED = 16
@@ -54,12 +54,14 @@ def _share_of_transformers(shape: TransformersConfig, num_ranks: int) -> Transfo
     if why_not := why_not_together(own):
         raise ValueError(f"tensor_parallel_size {num_ranks} does not work for this model: {why_not}")
     num_heads, num_kv_heads, head_dim = pool_shape(own)
+    num_parts = num_ranks if any(split.how == EXPERTS for split in shape.splits) else 1
     return replace(
         shape,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         head_shapes=own if shape.head_shapes else (),
+        expert_sizes=tuple((hidden, intermediate // num_parts) for hidden, intermediate in shape.expert_sizes),
     )
 
 

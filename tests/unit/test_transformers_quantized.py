@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from engine.models.replaced_experts import ReplacedExperts, replace_experts
 from engine.models.transformers_products import OurProducts, is_product, replace_products
 from engine.quantization import quantize_int8
 from engine.quantization_choice import FEWEST_OUTPUTS, check_quantization
+from engine.tensor_parallel.shares import share_of
 from engine.weight import Weight, as_int4
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -206,10 +208,15 @@ def test_models_of_which_nothing_would_be_quantised_are_refused(tmp_path: Path) 
         engine_config(tmp_path, quantization="int8")
 
 
-def test_experts_that_int4_does_not_fit_are_refused(tmp_path: Path) -> None:
-    save_model(transformers.Qwen3MoeConfig(**WIDE, **EXPERTS | {"moe_intermediate_size": 24}), tmp_path)
-    with pytest.raises(ValueError, match=r"int4 cannot work here: .* must be multiples of 32, are \(96, 24\)"):
-        Bench(engine_config(tmp_path, quantization="int4", model_impl="transformers"))
+@pytest.mark.parametrize(("size", "num_ranks", "own"), [(24, 1, 24), (32, 2, 16), (32, 1, 0), (64, 2, 0)])
+def test_experts_that_int4_does_not_fit_are_refused(size: int, num_ranks: int, own: int) -> None:
+    """Before weights are read. Each rank has a part of every expert."""
+    fields = transformers.Qwen3MoeConfig(**WIDE, **EXPERTS | {"moe_intermediate_size": size}).to_dict()
+    shape = load_model_shape(fields | {"architectures": ["Qwen3MoeForCausalLM"]}, "transformers")
+    model = share_of(shape, num_ranks)
+    why = rf"int4 cannot work here: .* must be multiples of 32, are \(96, {own}\) \(a rank's part\); give int8 or none"
+    with pytest.raises(ValueError, match=why) if own else nullcontext():
+        check_quantization("int4", None, "bfloat16", model)
 
 
 def test_experts_that_only_transformers_code_computes_are_refused() -> None:
