@@ -103,6 +103,13 @@ def test_rows_of_another_size() -> None:
         experts(torch.zeros(4, 62, dtype=BFLOAT16), torch.tensor([4, 4, 4, 4]).int())
 
 
+@pytest.mark.parametrize(("sizes", "why"), [((64, 48), "intermediate size"), ((96, 32), "outputs")])
+def test_an_expert_of_another_size_than_the_first(sizes: tuple[int, int], why: str) -> None:
+    """It would be written beside the rows that there are."""
+    with pytest.raises(RuntimeError, match=f"the {why} must end in the last panel"):
+        PanelExperts([*weights_of(64, 32, "plain"), *weights_of(*sizes, "plain")])
+
+
 # -- the sum of a token's experts -----------------------------------------------------------------------------------
 
 
