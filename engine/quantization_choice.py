@@ -88,9 +88,7 @@ def _why_no_product(asked: str, model: TransformersConfig) -> str:
 def _why_no_experts(asked: str, model: TransformersConfig) -> str:
     """Why experts cannot be quantised, as a clause; empty if they can. They are most of the weights."""
     sizes = tuple(sorted({size for both in model.expert_sizes for size in both}, reverse=True))
-    if asked != "int4" or all(size % INT4_GROUP_SIZE == 0 for size in sizes):
-        return ""
-    return f"inputs of experts' products must be multiples of {INT4_GROUP_SIZE}, are {sizes} (a rank's part)"
+    return _why_not_multiples("inputs of experts' products", INT4_GROUP_SIZE, sizes) if asked == "int4" else ""
 
 
 def _why_widened(
@@ -133,20 +131,20 @@ def _why_no_grain(asked: str, model: ModelShape) -> str:
         latents = (mla.q_lora_rank,) if mla is not None and mla.q_lora_rank else ()
         experts = () if moe is None else (moe.intermediate_size,)
         inputs = model.hidden_size, heads, *latents, *_feed_forward_sizes(model), *experts
-        return _why_not_multiples("inputs", INT4_GROUP_SIZE, inputs)
+        return _why_not_multiples("inputs of products", INT4_GROUP_SIZE, inputs)
     if asked == "fp8" and mla is not None:
         query = model.num_heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
         down = mla.q_lora_rank + mla.latent_dim
         hidden_size, heads, *others = _sizes_of_products(model)
         sizes = (hidden_size, heads, *((mla.q_lora_rank,) if mla.q_lora_rank else ()), down, query, *others)
-        return _why_not_multiples("inputs and outputs", FLOAT8_GRAIN, sizes)
+        return _why_not_multiples("inputs and outputs of products", FLOAT8_GRAIN, sizes)
     return ""
 
 
 def _why_not_multiples(what: str, grain: int, sizes: tuple[int, ...]) -> str:
     if all(size % grain == 0 for size in sizes):
         return ""
-    return f"{what} of products must be multiples of {grain}, are {sizes}"
+    return f"{what} must be multiples of {grain}, are {sizes} (a rank's part)"
 
 
 def why_no_quantization(quantization: str, *, capability: tuple[int, int] | None, dtype: str, model: ModelShape) -> str:
@@ -160,7 +158,7 @@ def why_no_quantization(quantization: str, *, capability: tuple[int, int] | None
     if dtype != "bfloat16":
         return f"it computes bfloat16, and dtype is {dtype}"
     sizes = () if isinstance(model, TransformersConfig) else _sizes_of_products(model)
-    return _why_not_multiples("inputs and outputs", FLOAT8_GRAIN, sizes)
+    return _why_not_multiples("inputs and outputs of products", FLOAT8_GRAIN, sizes)
 
 
 def _sizes_of_products(model: ModelShape) -> tuple[int, ...]:

@@ -395,7 +395,7 @@ def test_weights_beside_latent_attention_are_quantised_by_name(quantization: str
 @pytest.mark.parametrize("stored", [PLAIN, BLOCKS])
 def test_8_bit_floats_of_latents_need_sizes_that_fit(stored: StoredWeights) -> None:
     with pytest.raises(
-        ValueError, match=r"fp8 .* multiples of 16, are \(64, 48, 20, 52, 80, 48, 16\); give int8 or none"
+        ValueError, match=r"fp8 .* multiples of 16, are \(64, 48, 20, 52, 80, 48, 16\) .*; give int8 or none"
     ):
         resolved("fp8", stored, model=DEEPSEEK)
 
