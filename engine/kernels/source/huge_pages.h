@@ -20,14 +20,16 @@
 
 #include "vectors.h"
 
-#if defined(__linux__)
+// The address sanitizer only sees what lies beside a tensor if its memory comes from the C library.
+#if defined(__linux__) && !defined(__SANITIZE_ADDRESS__)
+#define TANDEM_HUGE_PAGES 1
 #include <sys/mman.h>
 #include <time.h>
 #endif
 
 namespace tandem {
 
-#if defined(__linux__)
+#if TANDEM_HUGE_PAGES
 
 class HugePages {
  public:
