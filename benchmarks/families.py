@@ -48,14 +48,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-1.7b-half": {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 75968, "hidden_size": 2048,
         "intermediate_size": 6144, "num_hidden_layers": 14, "num_attention_heads": 16, "num_key_value_heads": 8,
-        "head_dim": 128, "max_position_embeddings": 40960, "rope_theta": 1e6, "tie_word_embeddings": True,
+        "head_dim": 128, "max_position_embeddings": 32768, "rope_theta": 1e6, "tie_word_embeddings": True,
     },
     "qwen3-30b-a3b-eighth": {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 18992, "hidden_size": 2048,
         "intermediate_size": 6144, "num_hidden_layers": 6, "num_attention_heads": 32, "num_key_value_heads": 4,
         "head_dim": 128, "num_experts": 128, "num_local_experts": 128, "num_experts_per_tok": 8,
         "moe_intermediate_size": 768, "norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1,
-        "max_position_embeddings": 40960, "rope_theta": 1e6, "tie_word_embeddings": False,
+        "max_position_embeddings": 32768, "rope_theta": 1e6, "tie_word_embeddings": False,
     },
 }  # fmt: skip
 """As in the models' own config.json; a part of a model has this part of its layers and of its vocabulary."""
