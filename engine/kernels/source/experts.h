@@ -150,17 +150,27 @@ struct Experts : torch::CustomClassHolder {
     const int64_t num_shares = at::get_num_threads();
     for_each_range(num_shares, [&](int64_t first_share, int64_t end_share) {
       const int64_t begin = total * first_share / num_shares, end = total * end_share / num_shares;
+      struct Part {
+        const Rows* rows;
+        int64_t first, last;  // panels
+      };
+      std::vector<Part> parts;
       int64_t before = 0;  // the cost of all experts before
       for (const Rows& each : rows) {
-        const Product& product = products[each.expert];
-        const Panels weight(product.weight);
+        const int64_t num_panels = products[each.expert].weight.size(0);
         const auto panels_before = [&](int64_t cost) {
-          return std::clamp<int64_t>((cost - before + each.cost() - 1) / each.cost(), 0, weight.num_panels);
+          return std::clamp<int64_t>((cost - before + each.cost() - 1) / each.cost(), 0, num_panels);
         };
         const int64_t first = begin > before ? panels_before(begin) : 0, last = end > before ? panels_before(end) : 0;
-        if (first < last)
-          multiply_share(data_of(x) + each.first * x.size(1), each.num, weight, first, last, outputs_of(product, each.first));
-        before += weight.num_panels * each.cost();
+        if (first < last) parts.push_back({&each, first, last});
+        before += num_panels * each.cost();
+      }
+      for (size_t i = 0; i < parts.size(); i++) {
+        const auto& [of, first, last] = parts[i];
+        const Product& product = products[of->expert];
+        const char* after = i + 1 < parts.size() ? Panels(products[parts[i + 1].rows->expert].weight).at(parts[i + 1].first, 0) : nullptr;
+        multiply_share(
+            data_of(x) + of->first * x.size(1), of->num, Panels(product.weight), first, last, after, outputs_of(product, of->first));
       }
     });
   }

@@ -29,13 +29,15 @@ void multiply(const at::Tensor& x, const at::Tensor& weight, ReadAhead* other, c
   multiply_pairs(data_of(x), x.size(0), panels, other, finish);
 }
 
-// One thread's share of such a product: all rows, at least one, and the panels in [begin, end).
+// One thread's share of such a product: all rows, at least one, and the panels in [begin, end). `after`: the panel that
+// the thread reads afterwards; null: none.
 template <class Finish>
-void multiply_share(const bf16* x, int64_t T, const Panels& weight, int64_t begin, int64_t end, const Finish& finish) {
+void multiply_share(
+    const bf16* x, int64_t T, const Panels& weight, int64_t begin, int64_t end, const char* after, const Finish& finish) {
 #if TANDEM_TILES
   if (has_tiles()) return multiply_tiles_share(x, T, weight, begin, end, finish);
 #endif
-  multiply_pairs_share(x, T, weight, begin * row_blocks_of(T), end * row_blocks_of(T), nullptr, finish);
+  multiply_pairs_share(x, T, weight, begin * row_blocks_of(T), end * row_blocks_of(T), nullptr, after, finish);
 }
 
 // One number for each output of the panels, if any.

@@ -111,9 +111,11 @@ inline std::vector<float> sums_of_groups(const bf16* x, int64_t T, int64_t num_g
   return sums;
 }
 
-// One thread's share of a product: calls finish(row, panel, two vectors of sums) for the items in [begin, end).
+// One thread's share of a product: calls finish(row, panel, two vectors of sums) for the items in [begin, end). What the
+// thread reads afterwards, of a panel's size, is at `after`; null: nothing is known.
 template <class Finish>
-void multiply_groups_share(const bf16* x, int64_t T, const Panels& weight, int64_t begin, int64_t end, const Finish& finish) {
+void multiply_groups_share(
+    const bf16* x, int64_t T, const Panels& weight, int64_t begin, int64_t end, const char* after, const Finish& finish) {
   if (begin == end) return;
   const int64_t pairs = weight.pairs, row_blocks = row_blocks_of(T), num_groups = pairs / weight.pairs_of_group();
   const uint32_t* xp = reinterpret_cast<const uint32_t*>(x);
@@ -132,17 +134,20 @@ void multiply_groups_share(const bf16* x, int64_t T, const Panels& weight, int64
   using Two = std::integral_constant<int, 2>;
   const int64_t panel_bytes = weight.panel_bytes();
   if (T > 2 && T <= MATMUL_ROWS / 2)
-    for (; begin + 1 < end; begin += 2)
-      multiply(Two(), begin, 0, T, weight.at(begin + 2, 0), begin + 2 < end ? 2 * panel_bytes : 0);
+    for (; begin + 1 < end; begin += 2) {
+      const bool is_next_ours = begin + 2 < end;
+      multiply(Two(), begin, 0, T, is_next_ours ? weight.at(begin + 2, 0) : after, is_next_ours || after ? 2 * panel_bytes : 0);
+    }
   for (int64_t item = begin; item < end; item++) {
     const int64_t p = item / row_blocks, first = item % row_blocks * ROWS_OF_ITEM, rows = std::min(ROWS_OF_ITEM, T - first);
     const int64_t num_tiles = (rows + MATMUL_ROWS - 1) / MATMUL_ROWS;
     const bool is_next_ours = (item + 1) / row_blocks != p && item + 1 < end;
+    const char* next = is_next_ours ? weight.at(p + 1, 0) : item + 1 == end ? after : nullptr;
     const int64_t bytes = (panel_bytes + num_tiles - 1) / num_tiles;
     for (int64_t i = 0; i < num_tiles; i++)
       multiply(
-          One(), p, first + rows * i / num_tiles, first + rows * (i + 1) / num_tiles, weight.at(p + 1, 0) + i * bytes,
-          is_next_ours ? bytes : 0);
+          One(), p, first + rows * i / num_tiles, first + rows * (i + 1) / num_tiles, next ? next + i * bytes : nullptr,
+          next ? bytes : 0);
   }
 }
 

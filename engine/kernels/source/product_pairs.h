@@ -70,33 +70,37 @@ void multiply_two_panels(
 }
 
 // Calls finish(row, panel, two vectors of sums) for the R rows and panels in [begin, end), an even number of them.
+// `after`: see multiply_pairs_share.
 template <int R, class Finish>
-void multiply_by_twos(const uint32_t* x, const Panels& weight, int64_t begin, int64_t end, const Finish& finish) {
+void multiply_by_twos(const uint32_t* x, const Panels& weight, int64_t begin, int64_t end, const char* after, const Finish& finish) {
   const int64_t bytes = 2 * weight.panel_bytes();
   F16 sums[2][R][2];
   std::vector<uint32_t> rooms[2];
   for (int64_t p = begin; p < end; p += 2) {
     const PairsOfPanel first(weight, p, 0, weight.pairs, 1, false, rooms[0]);
     const PairsOfPanel second(weight, p + 1, 0, weight.pairs, 1, false, rooms[1]);
-    const EvenlyAhead ahead(weight.at(p, 0) + bytes, p + 2 < end ? bytes : 0, weight.pairs);
+    const char* next = p + 2 < end ? weight.at(p + 2, 0) : after;
+    const EvenlyAhead ahead(next, next ? bytes : 0, weight.pairs);
     multiply_two_panels<R>(x, weight.pairs, first, second, ahead, sums);
     for (int64_t i = 0; i < 2; i++)
       for (int r = 0; r < R; r++) finish(r, p + i, sums[i][r]);
   }
 }
 
-// One thread's share of a product: calls finish(row, panel, two vectors of sums) for the items in [begin, end).
+// One thread's share of a product: calls finish(row, panel, two vectors of sums) for the items in [begin, end). What the
+// thread reads afterwards, of a panel's size, is at `after`; null: nothing is known.
 template <class Finish>
 void multiply_pairs_share(
-    const bf16* x, int64_t T, const Panels& weight, int64_t begin, int64_t end, ReadAhead* other, const Finish& finish) {
+    const bf16* x, int64_t T, const Panels& weight, int64_t begin, int64_t end, ReadAhead* other, const char* after,
+    const Finish& finish) {
   static constexpr auto ROW_COUNTS = std::make_integer_sequence<int, MATMUL_ROWS>();
   static constexpr std::array MULTIPLY = {pairs_of_rows<0>(ROW_COUNTS), pairs_of_rows<1>(ROW_COUNTS), pairs_of_rows<2>(ROW_COUNTS)};
-  if (weight.form == Form::INT4) return multiply_groups_share(x, T, weight, begin, end, finish);
+  if (weight.form == Form::INT4) return multiply_groups_share(x, T, weight, begin, end, after, finish);
   const int64_t pairs = weight.pairs, row_blocks = row_blocks_of(T);
   const uint32_t* xp = reinterpret_cast<const uint32_t*>(x);
   if (T <= MOST_BY_TWOS && weight.form == Form::MXFP4) {
     const int64_t even = end - (end - begin) % 2;
-    with_rows<1, MOST_BY_TWOS>(T, [&](auto rows) { multiply_by_twos<decltype(rows)::value>(xp, weight, begin, even, finish); });
+    with_rows<1, MOST_BY_TWOS>(T, [&](auto rows) { multiply_by_twos<decltype(rows)::value>(xp, weight, begin, even, even == end ? after : weight.at(even, 0), finish); });
     begin = even;
   }
   F16 sums[MATMUL_ROWS][2];
@@ -106,10 +110,11 @@ void multiply_pairs_share(
     int64_t p = item / row_blocks, first = item % row_blocks * ROWS_OF_ITEM, rows = std::min(ROWS_OF_ITEM, T - first);
     int64_t num_tiles = (rows + MATMUL_ROWS - 1) / MATMUL_ROWS;
     PairsOfPanel panel(weight, p, 0, pairs, 1, num_tiles > 1, room);
-    bool is_next_ours = (item + 1) / row_blocks != p && item + 1 < end;
+    const bool is_next_ours = (item + 1) / row_blocks != p && item + 1 < end;
+    const char* next = is_next_ours ? weight.at(p + 1, 0) : item + 1 == end ? after : nullptr;
     for (int64_t i = 0; i < num_tiles; i++) {
       int64_t from = first + rows * i / num_tiles, to = first + rows * (i + 1) / num_tiles;
-      if (!is_next_ours || !asking.next_panel(weight.at(p + 1, 0), pairs, weight.lines_of_pair(), i, num_tiles))
+      if (!next || !asking.next_panel(next, pairs, weight.lines_of_pair(), i, num_tiles))
         asking.others(num_tiles > 2 ? other : nullptr, pairs);
       MULTIPLY[asking.lines][to - from - 1](xp + from * pairs, pairs, panel, asking.pieces.data(), sums);
       panel.is_narrow = false;
@@ -122,7 +127,7 @@ void multiply_pairs_share(
 template <class Finish>
 void multiply_pairs(const bf16* x, int64_t T, const Panels& weight, ReadAhead* other, const Finish& finish) {
   for_each_range(weight.num_panels * row_blocks_of(T), [&](int64_t begin, int64_t end) {
-    multiply_pairs_share(x, T, weight, begin, end, other, finish);
+    multiply_pairs_share(x, T, weight, begin, end, other, nullptr, finish);
   });
 }
 
