@@ -138,7 +138,7 @@ def check_experts(folder: Path, config: dict[str, Any], form: str, dtype: str, *
 
 def experts_of(engine: LLMEngine) -> Any:
     """Return the experts' products of the third layer."""
-    return runner_of(engine)._model._layers._layers[2].feed_forward._experts._products  # type: ignore[attr-defined]
+    return runner_of(engine)._model._layers._layers[2].feed_forward.experts._products  # type: ignore[attr-defined]
 
 
 def runner_of(engine: LLMEngine) -> ModelRunner:

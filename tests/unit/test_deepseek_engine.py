@@ -107,7 +107,7 @@ def test_the_bias_of_the_choice_keeps_float32(saved: tuple[Path, list[int]]) -> 
     """Also in a 16-bit model: the bias' steps are smaller than what bfloat16 can resolve near 1."""
     executor = Executor(config_of(saved[0], None, dtype="bfloat16"))
     layer = executor._worker.runner._model._layers._layers[1]
-    assert layer.feed_forward._router._bias_E.dtype == torch.float32
+    assert layer.feed_forward.router.bias_E.dtype == torch.float32
 
 
 # -- 8 bits in the pool ---------------------------------------------------------------------------------------------

@@ -12,26 +12,10 @@
 
 #include "panels.h"
 #include "read_ahead.h"
+#include "row_blocks.h"
 #include "vectors.h"
 
 namespace tandem {
-
-#if defined(__AVX512F__)
-constexpr int MATMUL_ROWS = 12;  // rows that share a load of weights: their sums fill the registers
-#else
-constexpr int MATMUL_ROWS = 3;
-#endif
-constexpr int64_t ROWS_OF_ITEM = 16 * MATMUL_ROWS;
-
-// Calls work(R) with a compile-time number of rows, from R to MOST.
-template <int R, int MOST, class Work>
-void with_rows(int64_t rows, const Work& work) {
-  if (rows == R) return work(std::integral_constant<int, R>());
-  if constexpr (R < MOST) with_rows<R + 1, MOST>(rows, work);
-}
-
-// Blocks of rows; an item is one of them and one panel.
-inline int64_t row_blocks_of(int64_t T) { return (T + ROWS_OF_ITEM - 1) / ROWS_OF_ITEM; }
 
 // Panels of int4, from one of them on.
 struct GroupsOfPanel {
@@ -133,6 +117,7 @@ void multiply_groups_share(
   using One = std::integral_constant<int, 1>;
   using Two = std::integral_constant<int, 2>;
   const int64_t panel_bytes = weight.panel_bytes();
+  // With so many rows, the sums of one panel would wait for each other; with fewer, it takes longer to read two panels.
   if (T > 2 && T <= MATMUL_ROWS / 2)
     for (; begin + 1 < end; begin += 2) {
       const bool is_next_ours = begin + 2 < end;

@@ -5,6 +5,7 @@
 #include "panels.h"
 #include "product_groups.h"
 #include "read_ahead.h"
+#include "row_blocks.h"
 #include "vectors.h"
 
 namespace tandem {
