@@ -44,6 +44,10 @@ from engine.step_input import StepInput
 ROOT = Path(__file__).resolve().parents[2]
 NUMBERS = range(5)
 BLOCKS = WIDE | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 32]}}
+IN_GROUPS = EXPERTS | {
+    "hidden_size": 32, "v_head_dim": 8, "intermediate_size": 64, "moe_intermediate_size": 32, "q_lora_rank": 32,
+}  # fmt: skip
+"""All inputs of products come in groups of 32."""
 EXPERTS_IN_BLOCKS = EXPERTS | {"v_head_dim": 12, "quantization_config": BLOCKS["quantization_config"]}
 
 pytestmark = [pytest.mark.skipif(DEVICE == "cuda", reason="there is a GPU"), pytest.mark.slow]
@@ -86,6 +90,9 @@ def gpu() -> Iterator[PretendGpu]:
             {"dtype": "bfloat16", "model_impl": "transformers", "quantization": "int8"},
             IN_TURN,
         ),
+        (QWEN3_MOE, {"dtype": "bfloat16", "quantization": "int8"}, IN_TURN),
+        (IN_GROUPS, {"dtype": "bfloat16", "quantization": "int4"}, IN_TURN),
+        (IN_GROUPS, {"dtype": "bfloat16", "quantization": "fp8"}, IN_TURN),
     ],
     ids=[
         "float32",
@@ -111,6 +118,9 @@ def gpu() -> Iterator[PretendGpu]:
         "fp8 by transformers",
         "blocks by transformers",
         "experts in int8 by transformers",
+        "experts in int8 by name",
+        "deepseek in int4 by name",
+        "deepseek in fp8 by name",
     ],
 )
 def test_recorded_steps_a_step_ahead(
