@@ -3,6 +3,7 @@
 
 #include <torch/custom_class.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "experts.h"
@@ -14,7 +15,7 @@ struct Mixture : torch::CustomClassHolder {
   // scores: the weight of all experts' scores, in panels. norms_weights: a token's weights are made to add up to 1.
   Mixture(at::Tensor scores, int64_t num_experts, int64_t num_chosen, bool norms_weights, c10::intrusive_ptr<Experts> experts)
       : scores_(std::move(scores)), num_experts_(num_experts), num_chosen_(num_chosen), norms_weights_(norms_weights), experts_(std::move(experts)) {
-    TORCH_CHECK(num_chosen >= 1 && num_chosen <= num_experts && num_experts <= MOST, "experts: 1 <= chosen <= all <= ", MOST);
+    TORCH_CHECK(num_chosen >= 1 && num_chosen <= num_experts, "experts: 1 <= chosen <= all");
   }
 
   // x [T, D] -> [T, D]
@@ -24,27 +25,24 @@ struct Mixture : torch::CustomClassHolder {
     std::vector<int64_t> experts(T * A);
     std::vector<float> weights(T * A);
     at::parallel_for(0, T, 16, [&](int64_t begin, int64_t end) {
+      std::vector<float> powers(num_experts_ + REGISTER);
       for (int64_t t = begin; t < end; t++)
-        choose(logits.const_data_ptr<float>() + t * num_experts_, experts.data() + t * A, weights.data() + t * A);
+        choose(logits.const_data_ptr<float>() + t * num_experts_, experts.data() + t * A, weights.data() + t * A, powers.data());
     });
     return experts_->of_chosen(x, experts.data(), weights.data(), A);
   }
 
  private:
-  static constexpr int64_t MOST = 4096;
-
-  // A token's experts, the most likely first (of equal ones the first), and their softmax over all experts.
-  void choose(const float* logits, int64_t* experts, float* weights) const {
-    float powers[MOST + REGISTER];
-    bool is_chosen[MOST] = {};
+  // A token's experts, the most likely first (of equal ones the first), and their softmax over all experts. `powers` has
+  // room for a number of each expert, and a register more.
+  void choose(const float* logits, int64_t* experts, float* weights, float* powers) const {
     for (int64_t a = 0; a < num_chosen_; a++) {
       int64_t best = -1;
       for (int64_t e = 0; e < num_experts_; e++)
-        if (!is_chosen[e] && (best < 0 || logits[e] > logits[best])) best = e;
-      experts[a] = best, is_chosen[best] = true;
+        if ((best < 0 || logits[e] > logits[best]) && std::find(experts, experts + a, e) == experts + a) best = e;
+      experts[a] = best;
     }
     for (int64_t e = 0; e < num_experts_; e++) powers[e] = logits[e] - logits[experts[0]];
-    std::fill(powers + num_experts_, powers + num_experts_ + REGISTER, 0.0f);
     for (int64_t e = 0; e < num_experts_; e += REGISTER) store(powers + e, exp_of(load<Sums>(powers + e)));
     float total = 0;
     if (norms_weights_) for (int64_t a = 0; a < num_chosen_; a++) total += powers[experts[a]];
