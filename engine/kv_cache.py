@@ -38,6 +38,9 @@ PAIRED_KV_ORDER = "layer block kv head (keys: dim/2 slot 2, values: slot/2 dim 2
 """The CPU kernels' order: operands of one vector instruction are adjacent. It reorders the bytes within a head of a
 block, where only the attention backend reads."""
 
+PAIRED_LATENT_KV_ORDER = "layer block kv head ((latent, rotated key)/2 slot 2)"
+"""The CPU kernels' order of latents."""
+
 KV_FORMAT_VERSION = 1
 """Increased when equal weights and shapes would give other bytes in a block (another order, other RoPE pairs)."""
 

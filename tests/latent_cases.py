@@ -105,7 +105,7 @@ class HeadsCase(LatentCase):
             )
         )
         self.q_TX, self.query_dim, self.value_dim = q, query_dim, value_dim
-        rotary = RotaryEmbedding(RopeConfig(theta=100.0, rope_type="default"), rotated_dim, 1024, dtype, device)
+        rotary = RotaryEmbedding(RopeConfig(theta=100.0, rope_type="default"), rotated_dim, 2048, dtype, device)
         self.heads = LatentProjection(RMSNorm(weight.abs(), 1e-6), HeadProducts(up_key), HeadProducts(up_value))
         positions = [p for before, new in lens for p in range(before, before + new)]
         self.cos_sin = rotary.select(torch.tensor(positions, device=device))

@@ -2,7 +2,7 @@
 
               keys and values of heads                    latents (DeepSeek)                        both
 torch         torch_backend.py                            torch_latents.py, torch_unfolded.py       paged_groups.py
-cpu           cpu_backend.py
+cpu           cpu_backend.py                              cpu_latents.py
 triton        triton_backend.py, triton_invariant.py      triton_latents.py, triton_unfolded.py     triton_plans.py
 flash_attn    flash_backend.py, or triton_flash.py with Triton; flash_calls.py: the libraries
 
@@ -25,6 +25,7 @@ from engine.attention.choice import (
     why_not_invariant,
 )
 from engine.attention.cpu_backend import CpuAttention
+from engine.attention.cpu_latents import CpuLatentAttention
 from engine.attention.flash_backend import FlashAttention
 from engine.attention.flash_calls import load_flash_calls
 from engine.attention.latent_forms import Unfolding
@@ -34,7 +35,7 @@ from engine.attention.torch_latents import TorchLatentAttention
 from engine.config import EngineConfig
 from engine.kernels.build import load_cpu_kernels
 from engine.kernels.gpu.gpu_kind import gpu_kind
-from engine.kv_cache import KV_ORDER, LATENT_KV_ORDER, PAIRED_KV_ORDER
+from engine.kv_cache import KV_ORDER, LATENT_KV_ORDER, PAIRED_KV_ORDER, PAIRED_LATENT_KV_ORDER
 from engine.models.deepseek_config import LatentConfig
 from engine.models.head_shape import HeadShape
 from engine.models.model_shape import ModelShape
@@ -57,7 +58,7 @@ __all__ = [
 
 def kv_order_of(backend: str, model: ModelShape) -> str:
     if model.mla is not None:
-        return LATENT_KV_ORDER
+        return PAIRED_LATENT_KV_ORDER if backend == "cpu" else LATENT_KV_ORDER
     return PAIRED_KV_ORDER if backend == "cpu" else KV_ORDER
 
 
@@ -125,6 +126,9 @@ def _triton_arguments(config: EngineConfig) -> dict[str, Any]:
 
 def _create_latent_backend(config: EngineConfig, mla: LatentConfig) -> LatentBackend[Any]:
     model = config.model
+    if config.device.attention_backend == "cpu":
+        load_cpu_kernels()
+        return CpuLatentAttention()
     unfolding = Unfolding.of(mla)
     if config.device.attention_backend == "triton":
         from engine.attention.triton_latents import TritonLatentAttention

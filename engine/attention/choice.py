@@ -12,6 +12,7 @@ import torch
 
 from engine.attention.base import Needs
 from engine.attention.cpu_backend import CpuAttention
+from engine.attention.cpu_latents import CpuLatentAttention
 from engine.attention.flash_calls import FlashCalls, FlashUnavailable, load_flash_calls, release_of
 from engine.cache_dir import report
 from engine.kernels.build import KernelsUnavailable, load_cpu_kernels
@@ -50,7 +51,11 @@ def why_no_kernels(name: str, needs: Needs) -> str:
 
 
 def _why_no_cpu_kernels(needs: Needs) -> str:
-    if why_not := next(filter(None, map(CpuAttention.why_not, needs.of_each_shape())), ""):
+    if needs.model.mla is not None:
+        why_not = CpuLatentAttention.why_not(needs, needs.model.mla)
+    else:
+        why_not = next(filter(None, map(CpuAttention.why_not, needs.of_each_shape())), "")
+    if why_not:
         return why_not
     try:
         load_cpu_kernels()

@@ -1,4 +1,5 @@
-"""Paged attention on a CPU, in bfloat16, by our own kernels (engine/kernels/source/attention.h).
+"""Paged attention on a CPU, in bfloat16, by our own kernels (engine/kernels/source/head_attention.h). For latents:
+cpu_latents.py.
 
 The kernels read keys and values in place: nothing is gathered or padded. The pool has the order `PAIRED_KV_ORDER`,
 which only these kernels write and read.
@@ -35,6 +36,33 @@ class CpuPlan:
     context_lens: torch.Tensor
     """[S] int32"""
 
+    @staticmethod
+    def of(layout: StepLayout) -> CpuPlan:
+        return CpuPlan(
+            slot_mapping=torch.from_numpy(layout.slot_mapping),
+            block_tables=torch.from_numpy(layout.block_tables).int(),
+            query_lens=torch.from_numpy(layout.query_lens).int(),
+            context_lens=torch.from_numpy(layout.context_lens).int(),
+        )
+
+
+def why_not_either(needs: Needs) -> str:
+    """Why the kernels can serve neither heads nor latents, as a clause; empty if they can."""
+    if needs.device != "cpu":
+        return f"the device is {needs.device}"
+    if needs.dtype != "bfloat16":
+        return f"it computes bfloat16, and dtype is {needs.dtype}"
+    if needs.quantization == "fp8":
+        return f"it multiplies with weights in bfloat16, int8 or int4, and quantization is {needs.quantization}"
+    if needs.kv_dtype != needs.dtype:
+        return f"its pool holds bfloat16, and kv_cache_dtype makes it {needs.kv_dtype}"
+    if needs.block_size % GRAIN:
+        return f"block_size must be a multiple of {GRAIN}, is {needs.block_size}"
+    if any(size % 2 for size in needs.model.product_inputs):
+        sizes = " and ".join(map(str, needs.model.product_inputs))
+        return f"the model's hidden and intermediate size must be even, are {sizes}"
+    return ""
+
 
 class CpuAttention(AttentionBackend[CpuPlan]):
     """`why_not` says whether it can serve a model. Call `load_cpu_kernels` before the first step."""
@@ -43,36 +71,16 @@ class CpuAttention(AttentionBackend[CpuPlan]):
     def why_not(needs: Needs) -> str:
         """Why it cannot serve, as a clause; empty if it can."""
         model = needs.model
-        if needs.device != "cpu":
-            return f"the device is {needs.device}"
-        if model.mla is not None:
-            return "it knows keys and values of heads, and the model's attention is latent"
         if model.has_soft_cap:
             return "the model caps its scores"
-        if needs.dtype != "bfloat16":
-            return f"it computes bfloat16, and dtype is {needs.dtype}"
-        if needs.quantization == "fp8":
-            return f"it multiplies with weights in bfloat16, int8 or int4, and quantization is {needs.quantization}"
-        if needs.kv_dtype != needs.dtype:
-            return f"its pool holds bfloat16, and kv_cache_dtype makes it {needs.kv_dtype}"
-        if needs.block_size % GRAIN:
-            return f"block_size must be a multiple of {GRAIN}, is {needs.block_size}"
         if model.head_dim % GRAIN or model.head_dim > MAX_HEAD_DIM:
             return f"the model's head size must be a multiple of {GRAIN} up to {MAX_HEAD_DIM}, is {model.head_dim}"
         if needs.num_groups > MAX_GROUPS:
             return f"at most {MAX_GROUPS} query heads may share a key head, and {needs.num_groups} do"
-        if any(size % 2 for size in model.product_inputs):
-            sizes = " and ".join(map(str, model.product_inputs))
-            return f"the model's hidden and intermediate size must be even, are {sizes}"
-        return ""
+        return why_not_either(needs)
 
     def prepare(self, layout: StepLayout) -> CpuPlan:
-        return CpuPlan(
-            slot_mapping=torch.from_numpy(layout.slot_mapping),
-            block_tables=torch.from_numpy(layout.block_tables).int(),
-            query_lens=torch.from_numpy(layout.query_lens).int(),
-            context_lens=torch.from_numpy(layout.context_lens).int(),
-        )
+        return CpuPlan.of(layout)
 
     def project(
         self,

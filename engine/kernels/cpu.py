@@ -12,18 +12,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from engine.attention.cpu_backend import CpuPlan
-from engine.kernels.cpu_experts import PanelChosenExperts, PanelClampedExperts, PanelExperts, PanelFourBitExperts
-from engine.kernels.cpu_products import PanelGatedLinear, PanelLinear, PanelLogits
+from engine.kernels.cpu_experts import (
+    PanelChosenExperts,
+    PanelClampedExperts,
+    PanelExperts,
+    PanelFourBitExperts,
+    mixture_of,
+)
+from engine.kernels.cpu_products import PanelGatedLinear, PanelHeadProducts, PanelLinear, PanelLogits
 from engine.kernels.cpu_recurrent import CPU_OPS
 from engine.layers import Activation, CosSin, GatedLinear, Linear, RMSNorm
 from engine.models.experts import ExpertsFeedForward
 from engine.models.feed_forward import GatedFeedForward
 from engine.models.head_attention import HeadAttention
+from engine.models.latent_attention import LatentAttention
 from engine.models.layer import DecoderLayer, Features, LayerStack, OnLayer, PlainLayers
 from engine.models.parts import Parts
 from engine.quantization import as_int8
@@ -76,30 +84,31 @@ class FusedLayers:
 def fastest_stack(
     layers: list[DecoderLayer], adapter_ids: Callable[[], torch.Tensor | None] = lambda: None
 ) -> LayerStack:
-    """`FusedLayers` with these arguments; `PlainLayers` if it does not know a layer's experts."""
+    """`FusedLayers` with these arguments; `PlainLayers` if it does not know a layer's parts."""
     return FusedLayers(layers, adapter_ids) if all(map(_can_fuse, layers)) else PlainLayers(layers)
 
 
 def _can_fuse(layer: DecoderLayer) -> bool:
-    feed_forward = layer.feed_forward
-    if not isinstance(feed_forward, ExpertsFeedForward):
-        return isinstance(feed_forward, GatedFeedForward)
-    config = feed_forward.router.config
-    is_known = config.scoring == "softmax" and config.num_groups == config.num_chosen_groups and config.scaling == 1.0
-    return is_known and feed_forward.shared is None
+    return isinstance(layer.attention, HeadAttention | LatentAttention) and isinstance(
+        layer.feed_forward, GatedFeedForward | ExpertsFeedForward
+    )
 
 
 def fused(layer: DecoderLayer) -> Any:
     """Make a torch.classes.tandem_cpu.DecoderLayer with the weights of `layer`."""
     attention, feed_forward = layer.attention, layer.feed_forward
-    assert isinstance(attention, HeadAttention)
-    assert isinstance(attention.qkv, PanelLinear)
+    assert isinstance(attention, HeadAttention | LatentAttention)
+    heads = attention if isinstance(attention, HeadAttention) else None
+    first = attention.qkv if isinstance(attention, HeadAttention) else attention.down
+    gated = feed_forward.shared if isinstance(feed_forward, ExpertsFeedForward) else feed_forward
+    assert isinstance(first, PanelLinear)
     assert isinstance(attention.output, PanelLinear)
-    products: list[PanelLinear | PanelGatedLinear] = [attention.qkv, attention.output]
-    if isinstance(feed_forward, GatedFeedForward):
-        assert isinstance(feed_forward.gated, PanelGatedLinear)
-        assert isinstance(feed_forward.down, PanelLinear)
-        products += [feed_forward.gated, feed_forward.down]
+    products: list[PanelLinear | PanelGatedLinear] = [first, attention.output]
+    if gated is not None:
+        assert isinstance(gated, GatedFeedForward)
+        assert isinstance(gated.gated, PanelGatedLinear)
+        assert isinstance(gated.down, PanelLinear)
+        products += [gated.gated, gated.down]
     made = torch.classes.tandem_cpu.DecoderLayer(
         [product.panels for product in products],
         [product.scale for product in products],
@@ -107,33 +116,51 @@ def fused(layer: DecoderLayer) -> Any:
         [product.num_outputs for product in products],
         layer.input_norm.weight,
         layer.post_attention_norm.weight,
-        None if attention.heads.q_norm is None else attention.heads.q_norm.weight,
-        None if attention.heads.k_norm is None else attention.heads.k_norm.weight,
+        None if heads is None or heads.heads.q_norm is None else heads.heads.q_norm.weight,
+        None if heads is None or heads.heads.k_norm is None else heads.heads.k_norm.weight,
         layer.input_norm.eps,
-        attention.scores.scale,
-        attention.scores.sliding_window,
+        0.0 if heads is None else heads.scores.scale,
+        0 if heads is None else heads.scores.sliding_window,
     )
     for number, product in enumerate(products):
         if product.added is not None:
             made.adapt(number, product.added)
+    if isinstance(attention, LatentAttention):
+        made.attend_to_latents(_latent_heads(attention))
     if isinstance(feed_forward, ExpertsFeedForward):
         made.mix(_mixture(feed_forward))
     return made
 
 
+def _latent_heads(attention: LatentAttention) -> Any:
+    """A torch.classes.tandem_cpu.LatentHeads."""
+    heads, up_query = attention.heads, attention.up_query
+    assert isinstance(up_query, PanelLinear)
+    assert isinstance(heads.up_key, PanelHeadProducts)
+    assert isinstance(heads.up_value, PanelHeadProducts)
+    num_heads, _, value_dim = heads.up_value.shape
+    return torch.classes.tandem_cpu.LatentHeads(
+        None if attention.query_norm is None else attention.query_norm.weight,
+        up_query.panels,
+        up_query.scale,
+        up_query.num_outputs,
+        heads.norm.weight,
+        heads.norm.eps,
+        heads.up_key.panels,
+        heads.up_key.scale,
+        heads.up_value.panels,
+        heads.up_value.scale,
+        num_heads,
+        value_dim,
+        attention.mla.softmax_scale,
+    )
+
+
 def _mixture(feed_forward: ExpertsFeedForward) -> Any:
-    """A torch.classes.tandem_cpu.Mixture."""
     router, chosen = feed_forward.router, feed_forward.experts
     assert isinstance(router.logits, PanelLogits)
     assert isinstance(chosen, PanelChosenExperts)
-    config = router.config
-    return torch.classes.tandem_cpu.Mixture(
-        router.logits.panels,
-        config.num_experts,
-        config.num_experts_per_token,
-        config.norms_weights,
-        chosen.products.experts,
-    )
+    return mixture_of(chosen.products, router.logits, router.bias_E, router.config)
 
 
 KERNEL_PARTS = Parts(
@@ -147,6 +174,7 @@ KERNEL_PARTS = Parts(
     chosen_experts=PanelChosenExperts,
     four_bit_experts=PanelFourBitExperts,
     clamped_experts=PanelClampedExperts,
+    head_products=PanelHeadProducts,
     recurrent_ops=CPU_OPS,
 )
 
@@ -171,6 +199,7 @@ def _quantising(quantise: Quantise) -> Parts:
         linear=linear,
         gated_linear=gated_linear,
         lm_head=int8_logits,
+        head_products=partial(PanelHeadProducts, quantise=as_int8),
         quantise_expert=quantise,
     )
 

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from engine.kernels.cpu_products import PANEL, PanelGatedLinear, PanelLinear, side_by_side
+from engine.kernels.cpu_products import PANEL, PanelGatedLinear, PanelLinear, PanelLogits, side_by_side
 from engine.layers import Activation
 from engine.models.chosen_experts import ChosenExperts
 from engine.models.expert_choice import Choice
 from engine.models.expert_products import ExpertProducts, ExpertWeight
+from engine.models.experts_config import ExpertsConfig
 from engine.models.four_bit_experts import BiasedExpert, ClampedGate, FourBitStack
 from engine.weight import dequantized
 
@@ -93,6 +94,21 @@ class PanelFourBitExperts(PanelClampedExperts):
             gated, gated_bias = _in_panels(*(side_by_side([each[::2], each[1::2]]) for each in of_gate_up))
             outer, outer_bias = _in_panels(*of_down)
             self.experts.add(gated, None, gated_bias, outer, None, outer_bias)
+
+
+def mixture_of(products: _InOneCall, scores: PanelLogits, bias_E: torch.Tensor | None, config: ExpertsConfig) -> Any:
+    """A torch.classes.tandem_cpu.Mixture, which also chooses each token's experts. `bias_E`: see `choose_experts`."""
+    return torch.classes.tandem_cpu.Mixture(
+        scores.panels,
+        config.num_experts,
+        config.num_experts_per_token,
+        config.num_groups,
+        config.num_chosen_groups,
+        config.norms_weights,
+        config.scaling,
+        bias_E,
+        products.experts,
+    )
 
 
 def _clamped(gate: ClampedGate, intermediate_size: int, hidden_size: int) -> Any:

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from engine.int4_weight import Int4Weight
-from engine.layers import Activation, GatedLinear, Linear
-from engine.weight import Weight, joined
+from engine.layers import Activation, GatedLinear, HeadProducts, Linear
+from engine.weight import Quantise, Weight, as_it_is, joined
 
 LANES = 16
 PANEL = 2 * LANES
@@ -46,6 +46,20 @@ def in_panels(weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
     assert not weight.has_groups
     scale_N = weight.scale[:, 0].float()
     return torch.ops.tandem_cpu.pack_weight(weight.weight.contiguous()), F.pad(scale_N, (0, -len(scale_N) % PANEL))
+
+
+class PanelHeadProducts(HeadProducts):
+    """Each head's weight in panels of its own, one head after the other."""
+
+    def __init__(self, weight_NKO: torch.Tensor, quantise: Quantise = as_it_is) -> None:
+        self.shape = tuple(weight_NKO.shape)
+        _, num_inputs, self._num_outputs = self.shape
+        by_outputs = F.pad(weight_NKO.mT, (0, 0, 0, -self._num_outputs % PANEL)).reshape(-1, num_inputs)
+        self.panels, self.scale = in_panels(quantise(by_outputs))
+
+    def __call__(self, x_TNK: torch.Tensor, out_TNO: torch.Tensor) -> None:
+        x_NTK = x_TNK.transpose(0, 1).contiguous()
+        out_TNO.copy_(torch.ops.tandem_cpu.multiply_heads(x_NTK, self.panels, self.scale, self._num_outputs))
 
 
 class PanelLogits(PanelLinear):

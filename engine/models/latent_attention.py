@@ -39,7 +39,7 @@ class LatentAttention:
         factory: PartsFactory,
         backend: LatentBackend[Any],
     ) -> None:
-        self._backend, self._mla = backend, mla
+        self._backend, self.mla = backend, mla
         D, N = config.hidden_size, config.num_heads
         C, Q, P, V = mla.kv_lora_rank, mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.v_head_dim
         at = f"model.layers.{layer}.self_attn"
@@ -47,29 +47,29 @@ class LatentAttention:
         down = [_rows_in_halves(latent, 1, mla)]
         if mla.q_lora_rank:
             down.insert(0, factory.weight_and_bias(f"{at}.q_a_proj", mla.q_lora_rank, D, config.has_qkv_bias))
-        self._down = factory.fused(down)
+        self.down = factory.fused(down)
         name, inputs = ("q_b_proj", mla.q_lora_rank) if mla.q_lora_rank else ("q_proj", D)
         query = factory.weight_and_bias(f"{at}.{name}", N * (Q + P), inputs, False)
-        self._up_query = factory.fused([_rows_in_halves(query, N, mla)])
-        self._query_norm = None
+        self.up_query = factory.fused([_rows_in_halves(query, N, mla)])
+        self.query_norm = None
         if mla.q_lora_rank:
-            self._query_norm = factory.rms_norm(f"{at}.q_a_layernorm", mla.q_lora_rank, LATENT_NORM_EPS)
+            self.query_norm = factory.rms_norm(f"{at}.q_a_layernorm", mla.q_lora_rank, LATENT_NORM_EPS)
         up, _ = factory.weight_and_bias(f"{at}.kv_b_proj", N * (Q + V), C, False)
         up_key, up_value = up.view(N, Q + V, C).split_with_sizes([Q, V], dim=1)
-        self._heads = LatentProjection(
+        self.heads = LatentProjection(
             factory.rms_norm(f"{at}.kv_a_layernorm", C, LATENT_NORM_EPS),
             factory.parts.head_products(up_key.contiguous()),
             factory.parts.head_products(up_value.transpose(1, 2).contiguous()),
         )
-        self._output = factory.row_parallel_linear(f"{at}.o_proj", D, N * V, config.has_output_bias)
+        self.output = factory.row_parallel_linear(f"{at}.o_proj", D, N * V, config.has_output_bias)
 
     def __call__(self, h_TD: torch.Tensor, kv: torch.Tensor, plan: Any, cos_sin: CosSin) -> torch.Tensor:
-        mla = self._mla
-        query_latent, latent_TR = self._down(h_TD).split_with_sizes([mla.q_lora_rank, mla.latent_dim], dim=-1)
-        query = h_TD if self._query_norm is None else self._query_norm(query_latent)
-        q_TX = self._up_query(query)
-        o_TNV = self._backend.attend(q_TX, latent_TR, kv, plan, self._heads, cos_sin, mla.softmax_scale)
-        return self._output(o_TNV.flatten(1))
+        mla = self.mla
+        query_latent, latent_TR = self.down(h_TD).split_with_sizes([mla.q_lora_rank, mla.latent_dim], dim=-1)
+        query = h_TD if self.query_norm is None else self.query_norm(query_latent)
+        q_TX = self.up_query(query)
+        o_TNV = self._backend.attend(q_TX, latent_TR, kv, plan, self.heads, cos_sin, mla.softmax_scale)
+        return self.output(o_TNV.flatten(1))
 
 
 def _rows_in_halves(product: WeightAndBias, num_heads: int, mla: LatentConfig) -> WeightAndBias:

@@ -56,8 +56,8 @@ class Parts:
     expert_scores: MakeLinear = FloatLinear
     """The product of experts' scores, in float32."""
     choose_experts: ChooseExperts = choose_experts
-    head_products: type[HeadProducts] = HeadProducts
-    """The products of heads in latent attention."""
+    head_products: Callable[[torch.Tensor], HeadProducts] = HeadProducts
+    """Makes the products of heads in latent attention."""
     plain_experts: Callable[[torch.Tensor, torch.Tensor], ExpertProducts] = PlainExperts
     each_expert: Callable[..., ExpertProducts] | None = None
     """Takes an iterator of each expert's weights, as stored, and an activation (default: silu). None: weights are

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.kernels.build import load_cpu_kernels
-from engine.kernels.cpu_experts import PanelChosenExperts, PanelExperts
+from engine.kernels.cpu_experts import PanelChosenExperts, PanelExperts, mixture_of
 from engine.kernels.cpu_products import PanelGatedLinear, PanelLinear, PanelLogits
 from engine.layers import Activation
 from engine.models.chosen_experts import ChosenExperts
@@ -196,9 +196,9 @@ CONFIG = ExpertsConfig(
 @pytest.mark.parametrize("num_tokens", [1, 3, 200])
 def test_a_mixture_in_one_call(num_tokens: int, num_chosen: int, norms_weights: bool) -> None:
     products, scores = products_of(), scores_of(4)
-    mixture = torch.classes.tandem_cpu.Mixture(scores.panels, 4, num_chosen, norms_weights, products.experts)
     h_TD, _ = chosen_of(num_tokens)
     config = replace(CONFIG, num_experts_per_token=num_chosen, norms_weights=norms_weights)
+    mixture = mixture_of(products, scores, None, config)
     expected = PanelChosenExperts(products, 4, "cpu")(h_TD, choose_experts(scores(h_TD), None, config))
     torch.testing.assert_close(mixture.forward(h_TD), expected, rtol=2**-7, atol=1e-3)
 
@@ -211,14 +211,14 @@ def test_of_equal_scores_the_first_experts_are_chosen() -> None:
     products = products_of()
     scores = PanelLogits(torch.zeros(4, 64, dtype=BFLOAT16))
     h_TD, _ = chosen_of(5)
-    mixture = torch.classes.tandem_cpu.Mixture(scores.panels, 4, 2, True, products.experts)
+    mixture = mixture_of(products, scores, None, CONFIG)
     choice = (torch.tensor([[0, 1]]).expand(5, 2), torch.full((5, 2), 0.5))
     assert torch.equal(mixture.forward(h_TD), PanelChosenExperts(products, 4, "cpu")(h_TD, choice))
 
 
 def test_a_token_that_is_no_number_harms_no_other() -> None:
     products, scores = products_of(), scores_of(4)
-    mixture = torch.classes.tandem_cpu.Mixture(scores.panels, 4, 2, True, products.experts)
+    mixture = mixture_of(products, scores, None, CONFIG)
     h_TD, _ = chosen_of(3)
     expected = mixture.forward(h_TD)
     h_TD[1] = float("nan")
@@ -230,15 +230,60 @@ def test_a_token_that_is_no_number_harms_no_other() -> None:
 @pytest.mark.parametrize("num_experts", [3, 128, 300])
 def test_any_number_of_experts(num_experts: int) -> None:
     """Numbers that no vector divides, and that take several panels of scores."""
-    generator = torch.Generator().manual_seed(3)
-    weight = (torch.randn(32, 64, generator=generator) / 8).to(BFLOAT16)
-    down = (torch.randn(64, 32, generator=generator) / 8).to(BFLOAT16)
-    products = PanelExperts((weight * (1 + e % 7), weight, down) for e in range(num_experts))
-    scores = scores_of(num_experts)
+    products, scores = many_experts(num_experts), scores_of(num_experts)
     h_TD, _ = chosen_of(6)
     for norms_weights in (False, True):
         config = replace(CONFIG, num_experts=num_experts, num_experts_per_token=3, norms_weights=norms_weights)
-        mixture = torch.classes.tandem_cpu.Mixture(scores.panels, num_experts, 3, norms_weights, products.experts)
         choice = choose_experts(scores(h_TD), None, config)
         expected = PanelChosenExperts(products, num_experts, "cpu")(h_TD, choice)
-        torch.testing.assert_close(mixture.forward(h_TD), expected, rtol=2**-7, atol=1e-3)
+        found = mixture_of(products, scores, None, config).forward(h_TD)
+        torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-3)
+
+
+def many_experts(num_experts: int) -> PanelExperts:
+    generator = torch.Generator().manual_seed(3)
+    weight = (torch.randn(32, 64, generator=generator) / 8).to(BFLOAT16)
+    down = (torch.randn(64, 32, generator=generator) / 8).to(BFLOAT16)
+    return PanelExperts((weight * (1 + e % 7), weight, down) for e in range(num_experts))
+
+
+@pytest.mark.parametrize("norms_weights", [False, True])
+@pytest.mark.parametrize(("num_groups", "num_chosen_groups"), [(1, 1), (4, 4), (4, 2), (8, 1), (16, 3)])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_deepseeks_choices(scoring: str, num_groups: int, num_chosen_groups: int, norms_weights: bool) -> None:
+    """Groups, a bias of the choice that the weights do not have, scaled weights."""
+    products, scores = many_experts(48), scores_of(48)
+    config = replace(
+        CONFIG, num_experts=48, num_experts_per_token=5, num_groups=num_groups, num_chosen_groups=num_chosen_groups,
+        scoring=scoring, norms_weights=norms_weights, scaling=2.5,
+    )  # fmt: skip
+    bias_E = torch.linspace(0.5, -0.5, 48) if scoring == "sigmoid" else None
+    h_TD, _ = chosen_of(40)
+    experts_TA, weights_TA = choose_experts(scores(h_TD), bias_E, config)
+    expected = PanelChosenExperts(products, 48, "cpu")(h_TD, (experts_TA, weights_TA))
+    found = mixture_of(products, scores, bias_E, config).forward(h_TD)
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-3)
+    if num_chosen_groups < num_groups or bias_E is not None:
+        plain = replace(config, scoring="softmax", num_groups=1, num_chosen_groups=1)
+        assert not torch.equal(choose_experts(scores(h_TD), None, plain)[0], experts_TA), "groups and biases matter"
+
+
+def test_scores_that_add_up_to_zero_are_no_division_by_zero() -> None:
+    products = products_of()
+    scores = PanelLogits(torch.full((4, 64), -300.0).to(BFLOAT16))
+    mixture = mixture_of(products, scores, torch.zeros(4), replace(CONFIG, scoring="sigmoid"))
+    assert torch.equal(mixture.forward(torch.ones(2, 64).to(BFLOAT16)), torch.zeros(2, 64).to(BFLOAT16))
+
+
+@pytest.mark.parametrize(
+    ("changes", "bias_E", "why"),
+    [
+        ({"num_groups": 3}, None, "groups must be equally large"),
+        ({"num_groups": 2, "num_chosen_groups": 3}, None, "groups: 1 <= chosen <= all"),
+        ({"num_groups": 4}, None, "experts: 1 <= chosen <= all of the chosen groups"),
+        ({}, torch.zeros(3), "bias"),
+    ],
+)
+def test_choices_that_cannot_be(changes: dict[str, int], bias_E: torch.Tensor | None, why: str) -> None:
+    with pytest.raises(RuntimeError, match=why):
+        mixture_of(products_of(), scores_of(4), bias_E, replace(CONFIG, **changes))

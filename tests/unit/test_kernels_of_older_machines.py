@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-SUBJECTS = ("kernels", "sampling", "int8", "int4", "mxfp4", "experts", "adapters", "recurrent")
+SUBJECTS = ("kernels", "sampling", "int8", "int4", "mxfp4", "experts", "adapters", "recurrent", "latents")
 TESTS = [str(Path(__file__).with_name(f"test_cpu_{subject}.py")) for subject in SUBJECTS]
 PRETEND_TILES = "-DTANDEM_PRETEND_TILES"
 CPUINFO = Path("/proc/cpuinfo")
 HAS_TILES = CPUINFO.exists() and "amx_bf16" in CPUINFO.read_text()
 ALL = (
     "two-threads and (product or sums or each_number or gates or attention or row_does or rotation or norms or "
-    "draws or filters or largest or added or recurrent) or one_after_the_other and 2-"
+    "draws or filters or largest or added or recurrent or latents) or one_after_the_other and 2-"
 )
 
 
@@ -28,8 +28,8 @@ ALL = (
     ("kind", "chosen"),
     [
         ("x86-64-v3", ALL),
-        ("x86-64-v4", "two-threads and (product or sums or row_does)"),
-        ("x86-64-v4 -mavx512bf16", "two-threads and (product or sums or row_does)"),
+        ("x86-64-v4", "two-threads and (product or sums or row_does or latents)"),
+        ("x86-64-v4 -mavx512bf16", "two-threads and (product or sums or row_does or latents)"),
     ],
 )
 @pytest.mark.slow
@@ -44,7 +44,7 @@ def test_kernels_compiled_for(kind: str, chosen: str) -> None:
 def test_what_is_made_of_tiles_where_there_are_none() -> None:
     """Without AMX, the compiler uses a substitute (tiles_pretended.h), which refuses what the matrix unit would
     refuse."""
-    chosen = "two-threads and (product or sums or attention or inputs) or one_after_the_other and 2-"
+    chosen = "two-threads and (product or sums or attention or inputs or latents_of_all or latents_of_long) or one_after_the_other and 2-"
     run_tests(chosen, {"CXXFLAGS": f"{PRETEND_TILES} -O1"})
 
 

@@ -1,29 +1,19 @@
-// Paged attention, for decode and for chunked prefill.
-//
-// The KV of one layer, [block, 2, head, ...], in the pool's layout (engine/kv_cache.py: PAIRED_KV_ORDER):
-//   keys    [dim / 2, slot, 2]   one vector holds one dim pair of 16 positions: scores need no sums across lanes
-//   values  [slot / 2, dim, 2]   one vector holds one slot pair of 16 dims: nor does the weighted sum
+// Paged attention, for decode and for chunked prefill. Keys and values come from a layer of the pool: `PoolOfHeads`
+// (head_attention.h) or `PoolOfLatents` (latent_attention.h).
 //
 // A token's result has the same bits however it is computed: alone or with others, in any chunk, by any number of
 // threads. Keys are processed in tiles of 64 and pieces of 512, which begin at multiples of these numbers. Each piece
 // is computed by itself, and the pieces are combined in order; masked keys contribute exactly nothing.
 #pragma once
 
-#include <ATen/ops/empty.h>
-
 #include <optional>
 #include <vector>
 
-#include "attention_pairs.h"
+#include "attention_rows.h"
 #include "attention_tiles.h"
 #include "vectors.h"
 
 namespace tandem {
-
-constexpr int64_t MAX_ROWS = 96;                   // rows of one work item; they stay in the L2 cache
-constexpr int64_t PIECE_KEYS = 8 * KEYS;           // keys of a piece; each has a softmax of its own, combined later
-constexpr float MASKED = -1e30f;                   // finite, so that a row with only masked keys so far stays finite
-constexpr float HEADROOM = 8;                      // weights are at most 2^8: see `Attention::soften`
 
 // One work item: some tokens of one sequence, some key heads with all query heads that share them, and a range of keys.
 // Either there is one token or one key head. A single token processes all heads of a block before the next block,
@@ -34,74 +24,17 @@ struct Item {
   int64_t partial;  // its first row in the partial results, which are combined later; -1 if it has all keys
 };
 
-// Memory aligned to a cache line: a vector that spans two lines takes twice as long.
-template <class T>
-struct InLines : std::allocator<T> {
-  template <class U>
-  struct rebind {
-    using other = InLines<U>;
-  };
-  T* allocate(size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), std::align_val_t(64))); }
-  void deallocate(T* p, size_t) { ::operator delete(p, std::align_val_t(64)); }
-};
-template <class T>
-using Numbers = std::vector<T, InLines<T>>;
-
-// The softmax of some keys and the sum of values weighted by it: `out` must still be divided by `sum`. The weight of a
-// key is 2 to the power of its score (scaled by `Attention::scale`) minus the row's `base`.
-struct Rows {
-  Numbers<float> out, base, sum;
-  Rows(int64_t num_rows, int64_t H) : out(num_rows * H), base(num_rows), sum(num_rows) {}
-  void clear(int64_t num_rows, int64_t H) {
-    std::fill_n(out.data(), num_rows * H, 0.0f);
-    std::fill_n(base.data(), num_rows, MASKED);
-    std::fill_n(sum.data(), num_rows, 0.0f);
-  }
-  void take(int64_t at, const Rows& from, int64_t from_at, int64_t H) {
-    std::memcpy(out.data() + at * H, from.out.data() + from_at * H, H * sizeof(float));
-    base[at] = from.base[from_at];
-    sum[at] = from.sum[from_at];
-  }
-};
-
-inline int64_t end_of_piece(int64_t key) { return (key / PIECE_KEYS + 1) * PIECE_KEYS; }
-
-// Combines row `from_at` of `from` into row `at` of `to`, which then covers the keys of both. Not inlined, so that its
-// bits are the same everywhere.
-__attribute__((noinline)) void put_together(Rows& to, int64_t at, const Rows& from, int64_t from_at, int64_t H) {
-  float base = std::max(to.base[at], from.base[from_at]);
-  float keep = exp2_of(to.base[at] - base), add = exp2_of(from.base[from_at] - base);
-  to.base[at] = base;
-  to.sum[at] = to.sum[at] * keep + from.sum[from_at] * add;
-  float* out = to.out.data() + at * H;
-  const float* more = from.out.data() + from_at * H;
-#pragma omp simd
-  for (int64_t d = 0; d < H; d++) out[d] = out[d] * keep + more[d] * add;
-}
-
-// Adds the sink to a row's sum. Not inlined, so that its bits are the same everywhere.
-__attribute__((noinline)) inline float sum_with(float sink, float sum, float base) {
-  return sum + exp2_of(sink * LOG2_E - base);
-}
-
-// Buffers of one thread. Online softmax: M. Milakov, N. Gimelshein, 2018; tiled as in T. Dao, "FlashAttention-2", 2023.
-struct Scratch {
-  Numbers<uint32_t> q, p, values;
-  Numbers<float> score, sums;  // sums [row, lane] of a piece's weights
-  Rows piece, whole;
-  explicit Scratch(int64_t H)
-      : q((MAX_ROWS + TILE_ROWS) * H / 2), p((MAX_ROWS + TILE_ROWS) * KEYS / 2), values(KEYS / 2 * H),
-        score((MAX_ROWS + TILE_ROWS) * KEYS), sums(MAX_ROWS * REGISTER), piece(MAX_ROWS + TILE_ROWS, H), whole(MAX_ROWS, H) {}
-};
-
+template <class Pool>
 struct Attention {
-  const bf16* q;           // [T, N, H]
-  const uint32_t* pool;    // one layer, in pairs
+  Pool pool;
+  const bf16* q;           // [T, N, key dim]
   const int32_t* tables;   // [S, max_blocks]
-  int64_t N, K, H, block_size, max_blocks, window;
+  int64_t N, K;            // query heads and key heads
+  int64_t max_blocks, window;
   float scale;             // scale of the scores times log2(e): the softmax uses powers of 2
   const float* sinks;      // [N] scores without values, or null
-  bf16* out;               // [T, N * H]
+  bf16* out;
+  int64_t out_of_token, out_of_head;  // numbers between the results of two tokens, and of two heads
 
   int64_t num_rows(const Item& item) const { return item.num_kv_heads * item.num_tokens * (N / K); }
 
@@ -115,14 +48,14 @@ struct Attention {
 
   // Computes all keys of an item. Returns the rows with the result, which are in `scratch`.
   Rows& run(const Item& item, Scratch& scratch) const {
-    int64_t rows = num_rows(item), pairs = H / 2;
+    int64_t rows = num_rows(item), pairs = pool.key_dim / 2;
     for (int64_t r = 0; r < rows; r++)
-      std::memcpy(scratch.q.data() + r * pairs, q + head_of_row(item, r) * H, H * sizeof(bf16));
+      std::memcpy(scratch.q.data() + r * pairs, q + head_of_row(item, r) * pool.key_dim, pool.key_dim * sizeof(bf16));
     if (end_of_piece(item.first_key) >= item.end_key) return run_piece(item, item.first_key, item.end_key, scratch);
-    scratch.whole.clear(rows, H);
+    scratch.whole.clear(rows, pool.value_dim);
     for (int64_t key = item.first_key; key < item.end_key; key = end_of_piece(key)) {
       run_piece(item, key, std::min(end_of_piece(key), item.end_key), scratch);
-      for (int64_t r = 0; r < rows; r++) put_together(scratch.whole, r, scratch.piece, r, H);
+      for (int64_t r = 0; r < rows; r++) put_together(scratch.whole, r, scratch.piece, r, pool.value_dim);
     }
     return scratch.whole;
   }
@@ -133,10 +66,10 @@ struct Attention {
   Rows& run_piece(const Item& item, int64_t first_key, int64_t end_key, Scratch& scratch) const {
     const int64_t rows = num_rows(item), rows_of_head = item.num_tokens * (N / K), tile_rows = height_of_tiles(rows_of_head);
     const int64_t tiles_together = std::max<int64_t>(1, (has_tiles() ? TILE_ROWS : MAX_ROWS) / tile_rows);
-    scratch.piece.clear(rows, H);
+    scratch.piece.clear(rows, pool.value_dim);
     std::fill_n(scratch.sums.data(), rows * REGISTER, 0.0f);
     for (int64_t key = first_key; key < end_key; key += KEYS) {
-      Keys keys = keys_from(item, key, end_key);
+      Keys keys = keys_from(item, key, end_key, scratch);
       for (int64_t first = 0, end; first < rows; first = end) {
         int64_t end_of_head = tile_rows < rows_of_head ? (first / rows_of_head + 1) * rows_of_head : rows;
         end = std::min(first + tiles_together * tile_rows, end_of_head);
@@ -165,24 +98,23 @@ struct Attention {
     int64_t head_in_scratch = -1;  // the head whose values scratch.values holds contiguously
   };
 
-  Keys keys_from(const Item& item, int64_t key, int64_t end_key) const {
-    const int64_t plane = block_size * H / 2;
+  Keys keys_from(const Item& item, int64_t key, int64_t end_key, Scratch& scratch) const {
+    const int64_t numbers = LANES / 2 * pool.value_dim;
     Keys found{int(std::min<int64_t>(KEY_TILES, (end_key - key + LANES - 1) / LANES))};
     for (int j = 0; j < found.num_tiles; j++) {
-      int64_t at = key + j * LANES, slot = at % block_size;
-      const uint32_t* block = pool + int64_t(tables[item.seq * max_blocks + at / block_size]) * 2 * K * plane;
-      found.keys[j] = block + item.kv_head * plane + slot;
-      found.values[j] = block + (K + item.kv_head) * plane + slot / 2 * H;
+      int64_t at = key + j * LANES, block = tables[item.seq * max_blocks + at / pool.block_size], slot = at % pool.block_size;
+      found.keys[j] = pool.keys(block, item.kv_head, slot);
+      found.values[j] = pool.values(block, item.kv_head, slot, scratch.values.data() + j * numbers);
     }
     return found;
   }
 
   // Writes the scores of one tile of rows of a key head, from `row` on, to `place` in scratch.
   void score(const Keys& keys, int64_t head, int64_t num_rows, int64_t row, int64_t place, Scratch& scratch) const {
-    const int64_t pairs = H / 2;
+    const int64_t pairs = pool.key_dim / 2, block_size = pool.block_size;
     const uint32_t *q = scratch.q.data() + row * pairs, *of_head[KEY_TILES];
     float* to = scratch.score.data() + place * KEYS;
-    for (int j = 0; j < keys.num_tiles; j++) of_head[j] = keys.keys[j] + head * block_size * pairs;
+    for (int j = 0; j < keys.num_tiles; j++) of_head[j] = keys.keys[j] + head * pool.pairs_of_head();
 #if TANDEM_TILES
     if (has_tiles())
       return with_count(keys.num_tiles, [&](auto count) { score_rows_by_tiles(count, q, pairs, of_head, block_size, to, KEYS); });
@@ -192,37 +124,37 @@ struct Attention {
 
   // Multiplies the weights at `place` by the values, and adds the result to the sums of the rows from `row` on.
   void weigh(Keys& keys, int64_t head, int64_t num_rows, int64_t row, int64_t place, Scratch& scratch) const {
-    const int64_t offset = head * block_size * H / 2;
+    const int64_t V = pool.value_dim, offset = head * pool.pairs_of_head();
     const uint32_t* p = scratch.p.data() + place * (KEYS / 2);
-    float* to = scratch.piece.out.data() + row * H;
+    float* to = scratch.piece.out.data() + row * V;
 #if TANDEM_TILES
     if (has_tiles()) {
       const uint32_t* steps[KEY_TILES / 2];
       for (int h = 0; 2 * h < keys.num_tiles; h++) steps[h] = values_of_step(keys, offset, h, head != keys.head_in_scratch, scratch);
       keys.head_in_scratch = head;
-      for (int64_t d = 0; d < H; d += 4 * LANES)
-        with_count(int(std::min<int64_t>(4, (H - d) / LANES)), [&](auto count) {
-          weigh_rows_by_tiles(count, p, KEYS / 2, steps, (keys.num_tiles + 1) / 2, H, d, to);
+      for (int64_t d = 0; d < V; d += 4 * LANES)
+        with_count(int(std::min<int64_t>(4, (V - d) / LANES)), [&](auto count) {
+          weigh_rows_by_tiles(count, p, KEYS / 2, steps, (keys.num_tiles + 1) / 2, V, d, to);
         });
       return;
     }
 #endif
     const uint32_t* of_head[KEY_TILES];
     for (int j = 0; j < keys.num_tiles; j++) of_head[j] = keys.values[j] + offset;
-    WEIGH_ROWS[num_rows - 1](p, of_head, keys.num_tiles, H, to);
+    WEIGH_ROWS[num_rows - 1](p, of_head, keys.num_tiles, V, to);
   }
 
 #if TANDEM_TILES
   // Returns the values of 32 keys, contiguous: in place if they are, else copied to scratch; zeros for a missing tile.
   const uint32_t* values_of_step(const Keys& keys, int64_t offset, int step, bool is_new, Scratch& scratch) const {
-    const int64_t numbers = LANES / 2 * H;
+    const int64_t numbers = LANES / 2 * pool.value_dim;
     const bool has_both = 2 * step + 1 < keys.num_tiles;
     const uint32_t* first = keys.values[2 * step] + offset;
     const uint32_t* second = has_both ? keys.values[2 * step + 1] + offset : nullptr;
     if (second == first + numbers) return first;
     uint32_t* to = scratch.values.data() + step * 2 * numbers;
     if (!is_new) return to;
-    std::memcpy(to, first, numbers * sizeof(uint32_t));
+    if (first != to) std::memcpy(to, first, numbers * sizeof(uint32_t));
     if (has_both) std::memcpy(to + numbers, second, numbers * sizeof(uint32_t));
     else std::memset(to + numbers, 0, numbers * sizeof(uint32_t));
     return to;
@@ -282,20 +214,20 @@ struct Attention {
   __attribute__((noinline)) void raise_base(Scratch& scratch, int64_t r, float base) const {
     float by = exp2_of(scratch.piece.base[r] - base);
     scratch.piece.base[r] = base;
-    float *sums = scratch.sums.data() + r * REGISTER, *out = scratch.piece.out.data() + r * H;
+    float *sums = scratch.sums.data() + r * REGISTER, *out = scratch.piece.out.data() + r * pool.value_dim;
     for (int i = 0; i < REGISTER; i++) sums[i] *= by;
 #pragma omp simd
-    for (int64_t d = 0; d < H; d++) out[d] *= by;
+    for (int64_t d = 0; d < pool.value_dim; d++) out[d] *= by;
   }
 
   // Writes the result of an item's row r, which is row `at` of `rows`.
   void finish(const Item& item, int64_t r, const Rows& rows, int64_t at) const {
     int64_t head = head_of_row(item, r);
     float sum = sinks ? sum_with(sinks[head % N], rows.sum[at], rows.base[at]) : rows.sum[at], inverse = 1.0f / sum;
-    const float* row = rows.out.data() + at * H;
-    bf16* to = out + head * H;
+    const float* row = rows.out.data() + at * pool.value_dim;
+    bf16* to = out + head / N * out_of_token + head % N * out_of_head;
 #pragma omp simd
-    for (int64_t d = 0; d < H; d++) to[d] = to_bf16(row[d] * inverse);
+    for (int64_t d = 0; d < pool.value_dim; d++) to[d] = to_bf16(row[d] * inverse);
   }
 };
 
@@ -305,7 +237,8 @@ struct Work {
   int64_t num_partials = 0;
 };
 
-inline Work work_of(const Attention& attention, int64_t num_seqs, const int32_t* query_lens, const int32_t* context_lens) {
+template <class Pool>
+Work work_of(const Attention<Pool>& attention, int64_t num_seqs, const int32_t* query_lens, const int32_t* context_lens) {
   const int64_t K = attention.K, G = attention.N / K, window = attention.window;
   const int64_t tile = std::max<int64_t>(1, std::min<int64_t>(32, MAX_ROWS / G));
   // An item has all heads of a sequence, unless that would leave threads without work.
@@ -334,49 +267,35 @@ inline Work work_of(const Attention& attention, int64_t num_seqs, const int32_t*
 
 // Combines the pieces of single tokens whose keys were split into several items, each with its rows in `partials`. The
 // items of one token and key head are adjacent.
-inline void finish_pieces(const Attention& attention, const std::vector<Item>& items, const Rows& partials) {
-  const int64_t num_items = int64_t(items.size()), H = attention.H;
-  Rows whole(MAX_ROWS, H);
+template <class Pool>
+void finish_pieces(const Attention<Pool>& attention, const std::vector<Item>& items, const Rows& partials) {
+  const int64_t num_items = int64_t(items.size()), V = attention.pool.value_dim;
+  Rows whole(MAX_ROWS, V);
   for (int64_t i = 0, end; i < num_items; i = end) {
     const Item& item = items[i];
     const auto is_same = [&](const Item& other) { return other.first_token == item.first_token && other.kv_head == item.kv_head; };
     for (end = i + 1; end < num_items && is_same(items[end]);) end++;
     if (item.partial < 0) continue;
     const int64_t rows = attention.num_rows(item);
-    whole.clear(rows, H);
+    whole.clear(rows, V);
     for (int64_t r = 0; r < rows; r++) {
-      for (int64_t j = i; j < end; j++) put_together(whole, r, partials, items[j].partial + r, H);
+      for (int64_t j = i; j < end; j++) put_together(whole, r, partials, items[j].partial + r, V);
       attention.finish(item, r, whole, r);
     }
   }
 }
 
-// q [T, N, H] -> [T, N * H]. Sequence i has query_lens[i] tokens to compute, the last of its context_lens[i] tokens;
-// its blocks are block_tables[i]. These three tensors are int32. window > 0: each token attends to the last `window`
-// keys only, its own included. sinks [N] float32.
-at::Tensor paged_attention(
-    const at::Tensor& q, const at::Tensor& kv, const at::Tensor& block_tables, const at::Tensor& query_lens,
-    const at::Tensor& context_lens, double scale, int64_t window, const std::optional<at::Tensor>& sinks) {
-  int64_t T = q.size(0), N = q.size(1), H = q.size(2), S = block_tables.size(0);
-  int64_t K = kv.size(2), block_size = kv.size(3), G = N / K;
-  TORCH_CHECK(q.is_contiguous() && kv.is_contiguous() && block_tables.is_contiguous(), "contiguous");
-  TORCH_CHECK(block_size % LANES == 0 && H % LANES == 0 && H == kv.size(4), "16 must divide block and head size");
-  TORCH_CHECK(N % K == 0 && G <= MAX_ROWS, "query heads must share key heads evenly");
-  TORCH_CHECK(scale > 0, "scale must be above 0");
-  TORCH_CHECK(!sinks || (sinks->is_contiguous() && sinks->numel() == N), "a sink for each query head");
-  at::Tensor out = at::empty({T, N * H}, q.options());
-  Attention attention{data_of(q), reinterpret_cast<const uint32_t*>(data_of(kv)), block_tables.data_ptr<int32_t>(),
-                      N, K, H, block_size, block_tables.size(1), window, float(scale) * LOG2_E,
-                      sinks ? sinks->data_ptr<float>() : nullptr, data_of(out)};
-  const int32_t *lens = query_lens.data_ptr<int32_t>(), *contexts = context_lens.data_ptr<int32_t>();
-
-  const Work work = work_of(attention, S, lens, contexts);
+// Computes a step: sequence i has query_lens[i] tokens, the last of its context_lens[i] tokens.
+template <class Pool>
+void attend(const Attention<Pool>& attention, int64_t num_seqs, const int32_t* query_lens, const int32_t* context_lens) {
+  const int64_t V = attention.pool.value_dim;
+  const Work work = work_of(attention, num_seqs, query_lens, context_lens);
   const std::vector<Item>& items = work.items;
   const int64_t num_items = int64_t(items.size());
-  Rows partials(work.num_partials, H);
+  Rows partials(work.num_partials, V);
   std::atomic<int64_t> next{0};
   auto work_until_done = [&](int64_t, int64_t) {
-    Scratch scratch(H);
+    Scratch scratch(attention.pool.key_dim, V);
 #if TANDEM_TILES
     std::optional<TileShapes> shapes;
     if (has_tiles()) shapes.emplace();
@@ -385,13 +304,13 @@ at::Tensor paged_attention(
     for (int64_t i = num_items - 1 - next++; i >= 0; i = num_items - 1 - next++) {  // from the end: the longest first
       const Item& item = items[i];
 #if TANDEM_TILES
-      if (int64_t tile_rows = tile_rows_of(item.num_tokens * G); shapes && tile_rows != shaped_rows)
+      if (int64_t tile_rows = tile_rows_of(item.num_tokens * (attention.N / attention.K)); shapes && tile_rows != shaped_rows)
         TileShapes::use(attention_shapes(shaped_rows = tile_rows));
 #endif
       const Rows& rows = attention.run(item, scratch);
       for (int64_t r = 0; r < attention.num_rows(item); r++)
         if (item.partial < 0) attention.finish(item, r, rows, r);
-        else partials.take(item.partial + r, rows, r, H);
+        else partials.take(item.partial + r, rows, r, V);
     }
   };
   int64_t num_threads = std::min<int64_t>(at::get_num_threads(), num_items);
@@ -399,7 +318,6 @@ at::Tensor paged_attention(
   else work_until_done(0, 1);
 
   if (work.num_partials) finish_pieces(attention, items, partials);
-  return out;
 }
 
 }  // namespace tandem

@@ -3,24 +3,17 @@
 #pragma once
 
 #include <ATen/ops/add.h>
-#include <ATen/record_function.h>
 #include <torch/custom_class.h>
 
 #include <vector>
 
-#include "attention.h"
+#include "head_attention.h"
+#include "latent_layer.h"
 #include "matmul.h"
 #include "mixture.h"
 #include "rows.h"
 
 namespace tandem {
-
-// Computes a part of a layer under a name for torch's profiler, which sees only one call for all layers. Without a
-// profiler this costs some nanoseconds.
-template <class Part> at::Tensor recorded(const char* name, Part part) {
-  RECORD_FUNCTION(name, c10::ArrayRef<const c10::IValue>());
-  return part();
-}
 
 // One decoder layer (engine/models/layer.py: DecoderLayer).
 struct DecoderLayer : torch::CustomClassHolder {
@@ -30,16 +23,17 @@ struct DecoderLayer : torch::CustomClassHolder {
     int64_t num_outputs;
     c10::intrusive_ptr<AddedProduct> added;  // what adapters add; null: no adapter changes this product
   };
-  Product qkv, output, gated, down;
+  Product first, output, gated, down;  // first: q, k and v, or what latent attention begins with
   at::Tensor input_norm, post_attention_norm;
   std::optional<at::Tensor> q_norm, k_norm;
   double eps, scale;
   int64_t window;
 
-  c10::intrusive_ptr<Mixture> mixture;  // in place of gated and down; null: there are these
+  c10::intrusive_ptr<LatentHeads> latents;  // null: heads have keys and values
+  c10::intrusive_ptr<Mixture> mixture;      // gated and down, if there are any, are then the shared experts
 
-  // Weights in panels, scales, biases and numbers of outputs, of these products in this order: qkv, output, gate with
-  // up, down; of the first two alone if the layer has a mixture.
+  // Weights in panels, scales, biases and numbers of outputs, of these products in this order: first, output, gate with
+  // up, down; of the first two alone if the layer has a mixture without shared experts.
   DecoderLayer(
       const std::vector<at::Tensor>& weights, const std::vector<OfOutputs>& scales, const std::vector<OfOutputs>& biases,
       const std::vector<int64_t>& num_outputs, at::Tensor input_norm, at::Tensor post_attention_norm,
@@ -47,19 +41,18 @@ struct DecoderLayer : torch::CustomClassHolder {
       : input_norm(std::move(input_norm)), post_attention_norm(std::move(post_attention_norm)), q_norm(std::move(q_norm)),
         k_norm(std::move(k_norm)), eps(eps), scale(scale), window(window) {
     TORCH_CHECK(weights.size() == 2 || weights.size() == 4, "a layer has two or four products");
-    Product* products[] = {&qkv, &output, &gated, &down};
+    Product* products[] = {&first, &output, &gated, &down};
     for (size_t i = 0; i < weights.size(); i++)
       *products[i] = {weights[i], scales.at(i), biases.at(i), num_outputs.at(i), nullptr};
   }
 
-  void mix(const c10::intrusive_ptr<Mixture>& given) {
-    TORCH_CHECK(!gated.weight.defined(), "a layer has a mixture or a gate");
-    mixture = given;
-  }
+  void mix(const c10::intrusive_ptr<Mixture>& given) { mixture = given; }
+
+  void attend_to_latents(const c10::intrusive_ptr<LatentHeads>& given) { latents = given; }
 
   // Sets what adapters add to one of the four products, numbered in the order above.
   void adapt(int64_t product, const c10::intrusive_ptr<AddedProduct>& added) {
-    Product* products[] = {&qkv, &output, &gated, &down};
+    Product* products[] = {&first, &output, &gated, &down};
     TORCH_CHECK(product >= 0 && product < 4 && products[product]->weight.defined(), "product: there is no ", product);
     TORCH_CHECK(added->num_inputs == 2 * Panels(products[product]->weight).pairs, "what is added must have the product's inputs");
     products[product]->added = added;
@@ -72,33 +65,37 @@ struct DecoderLayer : torch::CustomClassHolder {
       const at::Tensor& sin, const at::Tensor& slot_mapping, const at::Tensor& block_tables,
       const at::Tensor& query_lens, const at::Tensor& context_lens, const std::optional<at::Tensor>& adapter_ids) const {
     const auto rows = rows_of(adapter_ids);
-    return run(
-        x, delta, kv, cos, sin, slot_mapping, block_tables, query_lens, context_lens, rows ? &*rows : nullptr, nullptr,
-        nullptr);
+    const LayersStep step{cos, sin, slot_mapping, block_tables, query_lens, context_lens};
+    return run(x, delta, kv, step, rows ? &*rows : nullptr, nullptr, nullptr);
   }
 
   // The products prefetch `own`, the KV of this layer's attention, and `next`, the KV of the next layer's.
   at::Tensor run(
-      const at::Tensor& x, const std::optional<at::Tensor>& delta, const at::Tensor& kv, const at::Tensor& cos,
-      const at::Tensor& sin, const at::Tensor& slot_mapping, const at::Tensor& block_tables,
-      const at::Tensor& query_lens, const at::Tensor& context_lens, const AdapterRows* rows, ReadAhead* own,
-      ReadAhead* next) const {
+      const at::Tensor& x, const std::optional<at::Tensor>& delta, const at::Tensor& kv, const LayersStep& step,
+      const AdapterRows* rows, ReadAhead* own, ReadAhead* next) const {
     at::Tensor normed = recorded("layer: norm", [&] { return add_rms_norm(x, delta, input_norm, eps); });
-    at::Tensor projected = recorded("layer: qkv", [&] { return multiplied(qkv, normed, own, rows); });
-    at::Tensor q = recorded("layer: rotary, KV write", [&] {
-      return rotate_and_store(projected, cos, sin, q_norm, k_norm, eps, kv, slot_mapping);
-    });
-    at::Tensor attended = recorded("layer: attention", [&] {
-      return paged_attention(q, kv, block_tables, query_lens, context_lens, scale, window, std::nullopt);
-    });
+    at::Tensor projected = recorded("layer: qkv", [&] { return multiplied(first, normed, own, rows); });
+    at::Tensor attended = latents ? latents->attend(normed, projected, kv, step) : attend(projected, kv, step);
     at::Tensor projected_back = recorded("layer: output", [&] { return multiplied(output, attended, next, rows); });
     at::Tensor h = recorded("layer: norm", [&] { return add_rms_norm(x, projected_back, post_attention_norm, eps); });
-    if (mixture) return recorded("layer: experts", [&] { return mixture->forward(h); });
+    at::Tensor chosen;
+    if (mixture) chosen = recorded("layer: experts", [&] { return mixture->forward(h); });
+    if (!gated.weight.defined()) return chosen;
     at::Tensor active = recorded("layer: gate, up", [&] {
       return gated_linear_ahead(
           h, gated.weight, gated.scale, gated.bias, gated.num_outputs, false, next, gated.added.get(), rows);
     });
-    return recorded("layer: down", [&] { return multiplied(down, active, next, rows); });
+    at::Tensor out = recorded("layer: down", [&] { return multiplied(down, active, next, rows); });
+    return mixture ? chosen.add_(out) : out;
+  }
+
+  at::Tensor attend(const at::Tensor& qkv, const at::Tensor& kv, const LayersStep& step) const {
+    at::Tensor q = recorded("layer: rotary, KV write", [&] {
+      return rotate_and_store(qkv, step.cos, step.sin, q_norm, k_norm, eps, kv, step.slot_mapping);
+    });
+    return recorded("layer: attention", [&] {
+      return paged_attention(q, kv, step.block_tables, step.query_lens, step.context_lens, scale, window, std::nullopt);
+    });
   }
 
   static at::Tensor multiplied(const Product& p, const at::Tensor& x, ReadAhead* ahead, const AdapterRows* rows) {
@@ -124,6 +121,7 @@ struct DecoderLayers : torch::CustomClassHolder {
       const at::Tensor& context_lens, const std::optional<at::Tensor>& adapter_ids,
       const std::optional<at::Tensor>& features, const std::vector<int64_t>& feature_layers) const {
     const auto rows = DecoderLayer::rows_of(adapter_ids);
+    const LayersStep step{cos, sin, slot_mapping, block_tables, query_lens, context_lens};
     std::optional<at::Tensor> delta;
     std::vector<ReadAhead> kv(layers.size() + 1);  // the last one stays empty
     const auto note_features = [&](size_t layer) {
@@ -139,9 +137,7 @@ struct DecoderLayers : torch::CustomClassHolder {
       if (i == 0 && !has_tiles()) kv[i].pieces = kv_pieces(kv_pool.select(0, 0), block_tables, context_lens);
       if (i + 1 < layers.size() && !has_tiles())
         kv[i + 1].pieces = kv_pieces(kv_pool.select(0, int64_t(i + 1)), block_tables, context_lens);
-      delta = layers[i]->run(
-          x, delta, kv_pool.select(0, int64_t(i)), cos, sin, slot_mapping, block_tables, query_lens, context_lens,
-          rows ? &*rows : nullptr, &kv[i], &kv[i + 1]);
+      delta = layers[i]->run(x, delta, kv_pool.select(0, int64_t(i)), step, rows ? &*rows : nullptr, &kv[i], &kv[i + 1]);
     }
     note_features(layers.size());
     return delta ? at::add(x, *delta) : x;

@@ -6,15 +6,17 @@
 //              <-  adapters.h                                                       <-
 //              <-  rows.h, attention.h                                                          <-
 //              <-  filters.h  <-  sampling.h; recurrent.h  <-  delta.h, scan.h                                <-
-//   attention_pairs.h, attention_tiles.h  <-  attention.h; tiles.h  <-  product_tiles.h, attention_tiles.h
+//   attention_pairs.h, attention_tiles.h  <-  attention_rows.h  <-  attention.h  <-  head_attention.h, latent_attention.h
+//   tiles.h  <-  product_tiles.h, attention_tiles.h
 //   read_ahead.h  <-  product_pairs.h, layers.h; huge_pages.h  <-  int4.h, mxfp4.h  <-  panels.h
 
 #include <torch/library.h>
 
 #include "adapters.h"
-#include "attention.h"
 #include "delta.h"
 #include "experts.h"
+#include "head_attention.h"
+#include "latent_attention.h"
 #include "layers.h"
 #include "matmul.h"
 #include "rows.h"
@@ -71,14 +73,20 @@ TORCH_LIBRARY(tandem_cpu, m) {
           "of_chosen",
           static_cast<at::Tensor (Experts::*)(const at::Tensor&, const at::Tensor&, const at::Tensor&) const>(&Experts::of_chosen));
   m.class_<Mixture>("Mixture")
-      .def(torch::init<at::Tensor, int64_t, int64_t, bool, c10::intrusive_ptr<Experts>>())
+      .def(torch::init<
+           at::Tensor, int64_t, int64_t, int64_t, int64_t, bool, double, std::optional<at::Tensor>, c10::intrusive_ptr<Experts>>())
       .def("forward", &Mixture::forward);
+  m.class_<LatentHeads>("LatentHeads")
+      .def(torch::init<
+           std::optional<at::Tensor>, at::Tensor, OfOutputs, int64_t, at::Tensor, double, at::Tensor, OfOutputs, at::Tensor, OfOutputs,
+           int64_t, int64_t, double>());
   m.class_<DecoderLayer>("DecoderLayer")
       .def(torch::init<
            const Tensors&, const EachOfOutputs&, const EachOfOutputs&, const std::vector<int64_t>&, at::Tensor, at::Tensor, std::optional<at::Tensor>,
            std::optional<at::Tensor>, double, double, int64_t>())
       .def("adapt", &DecoderLayer::adapt)
       .def("mix", &DecoderLayer::mix)
+      .def("attend_to_latents", &DecoderLayer::attend_to_latents)
       .def("forward", &DecoderLayer::forward);
   m.class_<DecoderLayers>("DecoderLayers")
       .def(torch::init<>())
@@ -101,6 +109,15 @@ TORCH_LIBRARY(tandem_cpu, m) {
       "paged_attention(Tensor q, Tensor kv, Tensor block_tables, Tensor query_lens, Tensor context_lens, float scale, "
       "int window, Tensor? sinks=None) -> Tensor",
       &paged_attention);
+  m.def("multiply_heads(Tensor x, Tensor weight, Tensor? scale, int num_outputs) -> Tensor", &heads_multiplied);
+  m.def(
+      "absorb(Tensor q, Tensor latent, Tensor cos, Tensor sin, Tensor norm, float eps, Tensor up_key, Tensor? up_key_scale, "
+      "int num_heads, Tensor(a!) kv, Tensor slot_mapping) -> Tensor",
+      &absorb);
+  m.def(
+      "latent_attention(Tensor q, Tensor kv, Tensor block_tables, Tensor query_lens, Tensor context_lens, float scale, "
+      "Tensor up_value, Tensor? up_value_scale, int value_dim) -> Tensor",
+      &latent_attention);
   m.def(
       "convolve(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) inputs, Tensor firsts, Tensor lengths, Tensor slots, "
       "Tensor is_new, bool has_silu) -> Tensor",
