@@ -57,14 +57,20 @@ SHAPES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 768, "norm_topk_prob": True, "mlp_only_layers": [], "decoder_sparse_step": 1,
         "max_position_embeddings": 32768, "rope_theta": 1e6, "tie_word_embeddings": False,
     },
-    "deepseek-v2-lite-eighth": {
-        "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "vocab_size": 12800,
-        "hidden_size": 2048, "intermediate_size": 10944, "num_hidden_layers": 4, "num_attention_heads": 16,
-        "num_key_value_heads": 16, "q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 64, "n_shared_experts": 2,
-        "num_experts_per_tok": 6, "moe_intermediate_size": 1408, "first_k_dense_replace": 1, "n_group": 1,
-        "topk_group": 1, "topk_method": "greedy", "norm_topk_prob": False, "routed_scaling_factor": 1.0,
-        "max_position_embeddings": 32768, "rope_theta": 1e4, "tie_word_embeddings": False,
+    "glm-4.7-flash-sixteenth": {
+        "architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite", "vocab_size": 9680,
+        "hidden_size": 2048, "intermediate_size": 10240, "num_hidden_layers": 3, "num_attention_heads": 20,
+        "num_key_value_heads": 20, "q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64, "v_head_dim": 256, "n_routed_experts": 64, "n_shared_experts": 1,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 1536, "first_k_dense_replace": 1, "n_group": 1,
+        "topk_group": 1, "norm_topk_prob": True,
+        "routed_scaling_factor": 1.8, "max_position_embeddings": 32768, "rope_theta": 1e6, "tie_word_embeddings": False,
+    },
+    "youtu-2b-quarter": {
+        "architectures": ["YoutuForCausalLM"], "model_type": "youtu", "vocab_size": 32064, "hidden_size": 2048,
+        "intermediate_size": 6144, "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 16,
+        "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "max_position_embeddings": 32768, "rope_theta": 1e6, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2,
     },
 }  # fmt: skip
 """As in the models' own config.json; a part of a model has this part of its layers and of its vocabulary."""
@@ -78,13 +84,13 @@ import sys
 folder, to, source = sys.argv[1:]
 sys.path[:0] = [source, source + "/gguf-py"]
 import convert_hf_to_gguf as converter
-from conversion import base, deepseek, gemma, gpt_oss, qwen
+from conversion import base, deepseek, gemma, glm, gpt_oss, qwen
 
 def without_vocabulary(model):
     model.gguf_writer.add_tokenizer_model("none")
     model.gguf_writer.add_vocab_size(model.hparams["vocab_size"])
 
-for module in (base, deepseek, gemma, gpt_oss, qwen):
+for module in (base, deepseek, gemma, glm, gpt_oss, qwen):
     for kind in vars(module).values():
         if isinstance(kind, type) and hasattr(kind, "set_vocab"):
             kind.set_vocab = without_vocabulary

@@ -1,7 +1,7 @@
 """A decoder's configuration, read from a Hugging Face config.json. Integers only, no torch.
 
-Covers the Llama family, and DeepSeek, whose own fields are in deepseek_config.py; fields of experts are in
-experts_config.py. The default of an absent field depends on the architecture, as in transformers' configuration
+Covers the Llama family, and models with latent attention, whose own fields are in deepseek_config.py; fields of experts
+are in experts_config.py. The default of an absent field depends on the architecture, as in transformers' configuration
 classes.
 """
 
@@ -12,8 +12,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from engine.models.deepseek_config import V2_DEFAULTS, V3_DEFAULTS, LatentConfig
-from engine.models.experts_config import ExpertsConfig, deepseek_experts, mixtral_experts, qwen_experts
+from engine.models.deepseek_config import (
+    GLM_LITE_DEFAULTS,
+    V2_DEFAULTS,
+    V3_DEFAULTS,
+    YOUTU_DEFAULTS,
+    LatentConfig,
+)
+from engine.models.experts_config import (
+    ExpertsConfig,
+    deepseek_experts,
+    glm_lite_experts,
+    mixtral_experts,
+    qwen_experts,
+)
 from engine.models.hf_fields import flag, integer, number, one_of
 from engine.models.model_shape import ModelShape
 from engine.models.rope_config import RopeConfig
@@ -42,7 +54,7 @@ class Architecture:
     like "if used", but only the layers of `layer_types`, or those from `max_window_layers` on."""
     max_positions: int = 2048
     has_latents: bool = False
-    """Latent attention, which only DeepSeek's models have."""
+    """Latent attention (deepseek_config.py)."""
     experts: Callable[[dict[str, Any], int], ExpertsConfig | None] | None = None
     """Reads the experts' fields of config.json, given the number of layers."""
     always_interleaves_rope: bool = False
@@ -77,6 +89,13 @@ ARCHITECTURES = {
     "DeepseekV3ForCausalLM": Architecture(
         has_attention_bias_field=True, has_latents=True,
         experts=partial(deepseek_experts, scoring="sigmoid"), max_positions=4096, defaults=V3_DEFAULTS,
+    ),
+    "Glm4MoeLiteForCausalLM": Architecture(
+        has_attention_bias_field=True, has_latents=True, experts=glm_lite_experts, max_positions=202752,
+        defaults=GLM_LITE_DEFAULTS,
+    ),
+    "YoutuForCausalLM": Architecture(
+        has_attention_bias_field=True, has_latents=True, max_positions=131072, defaults=YOUTU_DEFAULTS,
     ),
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""DeepSeek-V2's and V3's latent attention, read from config.json. No torch.
+"""Latent attention, as DeepSeek-V2 and V3, GLM 4.7 Flash and Youtu-LLM have it, read from config.json. No torch.
 
 DeepSeek-AI, "DeepSeek-V2", 2024 (arXiv 2405.04434), section 2.1; "DeepSeek-V3 Technical Report", 2024
 (arXiv 2412.19437), section 2.1. Fields and their defaults are those of transformers' configuration classes.
@@ -22,6 +22,15 @@ V3_DEFAULTS: dict[str, Any] = {
     "n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048, "first_k_dense_replace": 3,
     "routed_scaling_factor": 2.5, "norm_topk_prob": True, "num_nextn_predict_layers": 1,
     "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8,
+}  # fmt: skip
+GLM_LITE_DEFAULTS: dict[str, Any] = {
+    "kv_lora_rank": 512, "q_lora_rank": 768, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
+    "n_routed_experts": 64, "n_shared_experts": 1, "moe_intermediate_size": 1536, "routed_scaling_factor": 1.8,
+    "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 4, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+YOUTU_DEFAULTS: dict[str, Any] = {
+    "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "tie_word_embeddings": True,
 }  # fmt: skip
 
 

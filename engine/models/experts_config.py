@@ -122,6 +122,21 @@ def deepseek_experts(hf_config: dict[str, Any], num_layers: int, scoring: str) -
     )
 
 
+def glm_lite_experts(hf_config: dict[str, Any], num_layers: int) -> ExpertsConfig | None:
+    """GLM 4.7 Flash's experts, which are DeepSeek-V3's with another field for the dense layers. Raises `ValueError`
+    naming the field."""
+    default = ["dense", *["sparse"] * (num_layers - 1)]
+    kinds = hf_config.get("mlp_layer_types") or default
+    num_dense = kinds.count("dense") if isinstance(kinds, list) else 0
+    if kinds != ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense):
+        raise ValueError(
+            f"config.json: mlp_layer_types must have {num_layers} entries, first \"dense\" and then \"sparse\", "
+            f"is {kinds!r:.200}"
+        )
+    one_of(hf_config, "first_k_dense_replace", (num_dense,))  # transformers does not read it
+    return deepseek_experts(hf_config | {"first_k_dense_replace": num_dense}, num_layers, "sigmoid")
+
+
 def _check_hidden_size(hf_config: dict[str, Any]) -> None:
     if integer(hf_config, "hidden_size") % EXPERT_GRAIN:
         raise ValueError(

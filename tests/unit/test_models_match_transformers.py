@@ -46,6 +46,8 @@ DEEPSEEK: dict[str, Any] = SMALL | {
     "first_k_dense_replace": 1,
     "rms_norm_eps": 1e-2,  # unlike that of the latents' norms
 }
+OF_GLM_LITE = {name: value for name, value in DEEPSEEK.items() if name != "first_k_dense_replace"}
+OF_YOUTU = {name: value for name, value in OF_GLM_LITE.items() if "expert" not in name and "moe" not in name}
 EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "original_max_position_embeddings": 16}
 LATENT_CONFIGS: dict[str, Any] = {
@@ -60,6 +62,15 @@ LATENT_CONFIGS: dict[str, Any] = {
         attention_bias=True, rope_parameters=YARN | {
             "mscale": 1.2, "mscale_all_dim": 0.8, "rope_theta": 10.0, "beta_fast": 0.7, "beta_slow": 0.3
         },
+    ),
+    "glm-4.7-flash": lambda: transformers.Glm4MoeLiteConfig(**OF_GLM_LITE, q_lora_rank=20, routed_scaling_factor=1.8),
+    "glm-4.7-flash-groups-late-biases": lambda: transformers.Glm4MoeLiteConfig(
+        **OF_GLM_LITE, q_lora_rank=None, n_group=4, topk_group=2, attention_bias=True, norm_topk_prob=False,
+        mlp_layer_types=["dense", "dense", "sparse"], rope_interleave=False,
+    ),
+    "youtu": lambda: transformers.YoutuConfig(**OF_YOUTU, q_lora_rank=20),
+    "youtu-biases-untied": lambda: transformers.YoutuConfig(
+        **OF_YOUTU, q_lora_rank=None, attention_bias=True, tie_word_embeddings=False
     ),
 }  # fmt: skip
 CONFIGS: dict[str, Any] = {
@@ -240,7 +251,7 @@ def test_fused_layers_compute_what_plain_ones_do(name: str, tmp_path: Path) -> N
     fused, plain, exact = logits_of_backends(tmp_path)
     assert (fused - exact).norm() < 2 * (plain - exact).norm()
     has_experts = name.startswith(("mixtral", "qwen3-moe"))  # other experts may be chosen, or other groups of them
-    bound = 0.6 if name.startswith("deepseek") else 0.3 if has_experts else 0.1
+    bound = 0.6 if name.startswith(("deepseek", "glm")) else 0.3 if has_experts else 0.1
     assert (fused - exact).norm() < bound * exact.norm()
 
 
