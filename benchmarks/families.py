@@ -70,7 +70,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "architectures": ["YoutuForCausalLM"], "model_type": "youtu", "vocab_size": 32064, "hidden_size": 2048,
         "intermediate_size": 6144, "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 16,
         "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-        "max_position_embeddings": 32768, "rope_theta": 1e6, "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2,
+        "max_position_embeddings": 32768, "rope_theta": 1e6, "tie_word_embeddings": True, "bos_token_id": 1,
+        "eos_token_id": 2,
     },
 }  # fmt: skip
 """As in the models' own config.json; a part of a model has this part of its layers and of its vocabulary."""
