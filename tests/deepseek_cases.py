@@ -23,6 +23,8 @@ V2: dict[str, Any] = {
 V3 = V2 | {"architectures": ["DeepseekV3ForCausalLM"], "q_lora_rank": 20, "n_group": 4, "topk_group": 2}
 UNFOLDS_EARLY = {"kv_lora_rank": 40, "qk_nope_head_dim": 6, "v_head_dim": 4}
 """Sizes with which a chunk of 6 new tokens is computed with unfolded keys and values."""
+FOR_CPU_KERNELS = {"kv_lora_rank": 32, "qk_rope_head_dim": 16}
+ON_CPU_KERNELS = {"dtype": "bfloat16", "attention_backend": "cpu", "block_size": 16}
 BLOCK_SIZE = 4
 PROMPT = [(37 * i + 11) % 90 + 5 for i in range(23)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

@@ -130,7 +130,7 @@ def glm_lite_experts(hf_config: dict[str, Any], num_layers: int) -> ExpertsConfi
     num_dense = kinds.count("dense") if isinstance(kinds, list) else 0
     if kinds != ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense):
         raise ValueError(
-            f"config.json: mlp_layer_types must have {num_layers} entries, first \"dense\" and then \"sparse\", "
+            f'config.json: mlp_layer_types must have {num_layers} entries, first "dense" and then "sparse", '
             f"is {kinds!r:.200}"
         )
     one_of(hf_config, "first_k_dense_replace", (num_dense,))  # transformers does not read it

@@ -5,16 +5,28 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
-from deepseek_cases import BLOCK_SIZE, GREEDY, PROMPT, UNFOLDS_EARLY, V3, alone, config_of
+from deepseek_cases import (
+    BLOCK_SIZE,
+    FOR_CPU_KERNELS,
+    GREEDY,
+    ON_CPU_KERNELS,
+    PROMPT,
+    UNFOLDS_EARLY,
+    V3,
+    alone,
+    config_of,
+)
 from safetensors.torch import load_file, save_file
 
 from engine.attention.torch_unfolded import UnfoldedHeads
 from engine.llm_engine import LLMEngine
 from engine.running.executor import Executor
+from engine.sampling_params import SamplingParams
 
 # -- the pool -------------------------------------------------------------------------------------------------------
 
@@ -108,6 +120,66 @@ def test_the_bias_of_the_choice_keeps_float32(saved: tuple[Path, list[int]]) -> 
     executor = Executor(config_of(saved[0], None, dtype="bfloat16"))
     layer = executor._worker.runner._model._layers._layers[1]
     assert layer.feed_forward.router.bias_E.dtype == torch.float32
+
+
+# -- the CPU kernels ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_the_same_tokens_however_the_work_is_divided(quantization: str, tmp_path: Path) -> None:
+    """Alone, beside others, in chunks, after preemptions, from cached prefixes, and with guesses."""
+    config = V3 | FOR_CPU_KERNELS | {"max_position_embeddings": 256}
+    settings = ON_CPU_KERNELS | {"quantization": quantization, "num_kv_blocks": 64}
+    prompts = [[(7 * i + 3 * j) % 90 + 5 for i in range(30 + 9 * j)] for j in range(6)]
+    params = [SamplingParams(temperature=0.9 * (j % 2), seed=j, max_tokens=40, ignore_eos=True) for j in range(6)]
+
+    def answers(at_once: int, **changes: Any) -> tuple[list[list[int]], LLMEngine]:
+        engine, found = LLMEngine(config_of(tmp_path, config, **settings | changes)), []
+        for first in range(0, 6, at_once):
+            some = range(first, first + at_once)
+            for j in some:
+                engine.add_request(str(j), prompts[j], params[j])
+            tokens: dict[str, list[int]] = {str(j): [] for j in some}
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    tokens[output.request_id] += output.token_ids
+            found += tokens.values()
+        return found, engine
+
+    alone, _ = answers(1, enable_prefix_caching=False)
+    assert len({tuple(tokens) for tokens in alone}) == 6
+    assert answers(6)[0] == alone
+    assert answers(3, prefill_chunk_tokens=7, num_threads=2)[0] == alone
+    tokens, engine = answers(6, num_kv_blocks=16)
+    assert tokens == alone
+    assert engine.stats.num_preemptions > 0
+    tokens, engine = answers(6, speculative_config='{"num_speculative_tokens": 4, "prompt_lookup_min": 1}')
+    assert tokens == alone
+    assert engine.stats.num_accepted_tokens > 0
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "message"),
+    [
+        ({"kv_lora_rank": 40}, {}, "kv_lora_rank and qk_rope_head_dim must be multiples of 16, are 40 and 16"),
+        ({"qk_rope_head_dim": 8}, {}, "are 32 and 8"),
+        ({"qk_nope_head_dim": 13}, {}, "the model's sizes must be even, and qk_nope_head_dim=13"),
+        ({"q_lora_rank": 21}, {}, "q_lora_rank=21"),
+        ({}, {"dtype": "float32"}, "it computes bfloat16, and dtype is float32"),
+        ({}, {"kv_cache_dtype": "fp8"}, "its pool holds bfloat16"),
+        ({}, {"block_size": 8}, "block_size must be a multiple of 16, is 8"),
+    ],
+)
+def test_what_the_cpu_kernels_do_not_serve(
+    changes: dict[str, int], settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=f"attention_backend cpu cannot work here: .*{message}"):
+        config_of(tmp_path, V3 | FOR_CPU_KERNELS | changes, **ON_CPU_KERNELS | settings)
+    auto = config_of(
+        tmp_path, V3 | FOR_CPU_KERNELS | changes, **ON_CPU_KERNELS | settings | {"attention_backend": "auto"}
+    )
+    assert auto.device.attention_backend == "torch"
 
 
 # -- 8 bits in the pool ---------------------------------------------------------------------------------------------
