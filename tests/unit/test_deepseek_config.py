@@ -92,7 +92,10 @@ def test_a_checkpoint_of_deepseek_v3() -> None:
             {"quantization": "int4"},
             r"quantization int4 .* must be multiples of 32, are \(32, 40, 20, .*; give int8 or none",
         ),
-        ({"attention_backend": "cpu", "dtype": "bfloat16"}, "backend cpu .* model's attention is latent; give auto"),
+        (
+            {"attention_backend": "cpu", "dtype": "bfloat16"},
+            "backend cpu .* qk_rope_head_dim must be multiples of 16, are 24 and 8; give auto",
+        ),
         (
             {"attention_backend": "flash_attn"},
             "backend flash_attn cannot work here: it is called for keys and values of",

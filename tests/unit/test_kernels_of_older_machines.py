@@ -44,7 +44,10 @@ def test_kernels_compiled_for(kind: str, chosen: str) -> None:
 def test_what_is_made_of_tiles_where_there_are_none() -> None:
     """Without AMX, the compiler uses a substitute (tiles_pretended.h), which refuses what the matrix unit would
     refuse."""
-    chosen = "two-threads and (product or sums or attention or inputs or latents_of_all or latents_of_long) or one_after_the_other and 2-"
+    chosen = (
+        "two-threads and (product or sums or attention or inputs or latents_of_all or latents_of_long) or "
+        "one_after_the_other and 2-"
+    )
     run_tests(chosen, {"CXXFLAGS": f"{PRETEND_TILES} -O1"})
 
 
