@@ -94,7 +94,7 @@ def test_a_checkpoint_of_deepseek_v3() -> None:
         ),
         (
             {"attention_backend": "cpu", "dtype": "bfloat16"},
-            "backend cpu .* qk_rope_head_dim must be multiples of 16, are 24 and 8; give auto",
+            "backend cpu .* must be multiples of 16, are 24 and 8; give auto",
         ),
         (
             {"attention_backend": "flash_attn"},
