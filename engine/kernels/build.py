@@ -73,8 +73,8 @@ def load_cpu_kernels() -> None:
 
 
 def cpu_arithmetic() -> str:
-    """How the loaded kernels add up on this machine: "tiles" (AMX), "pairs" (AVX512-BF16), or "floats16", 8 or 4
-    (floats per vector), with the version of our arithmetic."""
+    """How the loaded kernels add up on this machine: "tiles" (AMX), "pairs" (AVX512-BF16), "floats16" or 4 (floats per
+    vector), or "bytes and floats8" (AVX2), with the version of our arithmetic."""
     name: str = torch.ops.tandem_cpu.arithmetic()
     return name
 

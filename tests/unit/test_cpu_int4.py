@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from byte_inputs import as_multiplied
 from torch.nn.functional import linear, silu
 
 from engine.int4_weight import Int4Weight
@@ -67,8 +68,8 @@ def test_sums_in_float32(num_rows: int, num_inputs: int, num_outputs: int, group
     assert panels[0].nbytes == num_inputs // group_size * group_bytes
     y = torch.ops.tandem_cpu.linear_float(x, panels, None, num_outputs)
     exact = meant(weight)
-    size = x.double().abs() @ exact.abs().T
-    assert ((y.double() - x.double() @ exact.T).abs() <= 3e-6 * size).all()
+    inputs = as_multiplied(x)
+    assert ((y.double() - inputs @ exact.T).abs() <= 3e-6 * (inputs.abs() @ exact.abs().T)).all()
 
 
 @pytest.mark.parametrize(("scale", "offset"), [*itertools.permutations((torch.float32, BFLOAT16, torch.float16), 2)])
@@ -79,8 +80,32 @@ def test_sums_with_scales_in_another_form_than_offsets(scale: torch.dtype, offse
     panels, _ = in_panels(weight)
     assert panels.dtype == (torch.float32 if torch.float32 in (scale, offset) else torch.float16)
     y, exact = torch.ops.tandem_cpu.linear_float(x, panels, None, 40), meant(weight)
-    size = x.double().abs() @ exact.abs().T
-    assert ((y.double() - x.double() @ exact.T).abs() <= 3e-6 * size).all()
+    inputs = as_multiplied(x)
+    assert ((y.double() - inputs @ exact.T).abs() <= 3e-6 * (inputs.abs() @ exact.abs().T)).all()
+
+
+@pytest.mark.parametrize("x", [1.0, -1.0, 1e33])
+@pytest.mark.parametrize("group_size", [32, 192])
+def test_sums_of_the_largest_numbers(group_size: int, x: float) -> None:
+    """None overflows."""
+    scale = torch.full((40, 192 // group_size), 0.5)
+    weight = Int4Weight.of_integers(torch.full((40, 192), 15), scale, torch.zeros_like(scale), BFLOAT16)
+    panels, _ = in_panels(weight)
+    inputs = torch.full((5, 192), x).to(BFLOAT16)
+    y = torch.ops.tandem_cpu.linear_float(inputs, panels, None, 40)
+    torch.testing.assert_close(y.double(), inputs.double() @ torch.full((192, 40), 7.5).double(), rtol=1e-5, atol=0)
+
+
+def test_sums_of_what_is_no_number() -> None:
+    """It spoils its own row, and no other."""
+    x, weight, _ = case(7, 128, 40, 32)
+    product = PanelLinear(weight)
+    expected = product(x)
+    x[1, 70] = float("nan")
+    found = product(x)
+    assert found[1].isnan().all()
+    found[1] = expected[1]
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -89,7 +114,7 @@ def test_sums_with_scales_in_another_form_than_offsets(scale: torch.dtype, offse
 def test_products(num_rows: int, num_inputs: int, num_outputs: int, group_size: int, has_bias: bool) -> None:
     x, weight, bias = case(num_rows, num_inputs, num_outputs, group_size)
     bias = bias if has_bias else None
-    expected = linear(x.double(), meant(weight), None if bias is None else bias.double())
+    expected = linear(as_multiplied(x), meant(weight), None if bias is None else bias.double())
     torch.testing.assert_close(PanelLinear(weight, bias)(x).double(), expected, rtol=2**-8, atol=1e-5 * num_inputs**0.5)
 
 
@@ -120,7 +145,7 @@ def test_inputs_that_no_cache_holds_are_added_up_as_those_of_one_row(group_size:
     whole = product(x)
     for row in (0, 31, 32, 259, 260, 300, 519):
         assert torch.equal(product(x[row : row + 1].contiguous()), whole[row : row + 1])
-    expected = linear(x.double(), meant(weight), bias.double())
+    expected = linear(as_multiplied(x), meant(weight), bias.double())
     torch.testing.assert_close(whole.double(), expected, rtol=2**-8, atol=1e-3)
 
 
@@ -139,7 +164,7 @@ def test_what_adapters_add_to_products(num_rows: int) -> None:
     adapted = AdaptedPanelLinear(product, 64, adapters)
     adapted.put(1, adapted.prepare([AddedPart(start=0, down=down, up=up)]))
     added = linear(linear(x.double(), down.double()).to(BFLOAT16).double(), up.double())
-    expected = linear(x.double(), meant(weight), bias.double()) + added
+    expected = linear(as_multiplied(x), meant(weight), bias.double()) + added
     torch.testing.assert_close(adapted(x).double(), expected, rtol=2**-7, atol=2**-7)
     assert not torch.equal(adapted(x), product(x))
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from byte_inputs import as_multiplied, rounds_inputs
 from torch.nn.functional import linear, silu
 
 from engine.kernels.cpu import QUANTIZED_KERNEL_PARTS
@@ -46,7 +47,7 @@ def with_scales_of_one(weight: ScaledWeight) -> ScaledWeight:
 def test_products_against_float64(num_rows: int, num_inputs: int, num_outputs: int, has_bias: bool) -> None:
     x, weight, bias = case(num_rows, num_inputs, num_outputs)
     y = PanelLinear(weight, bias if has_bias else None)(x)
-    expected = linear(x.double(), weight.weight.double() * weight.scale, bias.double() if has_bias else None)
+    expected = linear(as_multiplied(x), weight.weight.double() * weight.scale, bias.double() if has_bias else None)
     torch.testing.assert_close(y.double(), expected, rtol=2**-8, atol=1e-4 * num_inputs**0.5)
 
 
@@ -54,6 +55,8 @@ def test_products_against_float64(num_rows: int, num_inputs: int, num_outputs: i
 @pytest.mark.parametrize("num_rows", NUM_ROWS)
 def test_products_are_those_of_bfloat16_to_the_bit(num_rows: int, num_inputs: int, num_outputs: int) -> None:
     """bfloat16 can hold every 8-bit integer. The kernel widens a panel for one tile of rows or for several."""
+    if rounds_inputs():
+        pytest.skip("here inputs are rounded to 8 bits")
     x, weight, bias = case(num_rows, num_inputs, num_outputs)
     expected = PanelLinear(weight.weight.to(BFLOAT16), bias)(x)
     assert torch.equal(PanelLinear(with_scales_of_one(weight), bias)(x), expected)
@@ -70,7 +73,7 @@ def test_logits_are_in_int8_and_float32(num_rows: int, quantization: str) -> Non
     assert logits.dtype == torch.float32
     scaled = as_int8(weight)
     exact = scaled.weight.double() * scaled.scale.double()
-    torch.testing.assert_close(logits.double(), x.double() @ exact.T, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(logits.double(), as_multiplied(x) @ exact.T, rtol=1e-5, atol=1e-4)
     plain = parts.expert_scores(weight)(x)
     torch.testing.assert_close(plain.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-4)
 
@@ -83,12 +86,47 @@ def test_gated_products(num_rows: int, num_inputs: int, num_outputs: int) -> Non
     x /= num_inputs**0.5
     y = PanelGatedLinear(gate, up, gate_bias, up_bias)(x)
     gated, upper = (
-        linear(x.double(), w.weight.double() * w.scale, b.double()) for w, b in ((gate, gate_bias), (up, up_bias))
+        linear(as_multiplied(x), w.weight.double() * w.scale, b.double()) for w, b in ((gate, gate_bias), (up, up_bias))
     )
     torch.testing.assert_close(y.double(), silu(gated) * upper, rtol=2**-5, atol=1e-3)
     narrow = PanelGatedLinear(with_scales_of_one(gate), with_scales_of_one(up), gate_bias, up_bias)
     wide = PanelGatedLinear(gate.weight.to(BFLOAT16), up.weight.to(BFLOAT16), gate_bias, up_bias)
-    assert torch.equal(narrow(x), wide(x))
+    assert rounds_inputs() or torch.equal(narrow(x), wide(x))
+
+
+@pytest.mark.parametrize("integer", [-128, -127, 127])
+@pytest.mark.parametrize("x", [1.0, -1e33])
+def test_products_of_the_largest_numbers(integer: int, x: float) -> None:
+    """No sum of integers overflows."""
+    weight = ScaledWeight(torch.full((40, 192), integer, dtype=torch.int8), torch.full((40, 1), 1e-4), 192, BFLOAT16)
+    y = PanelLinear(weight)(torch.full((5, 192), x).to(BFLOAT16))
+    expected = torch.full((5, 192), x).to(BFLOAT16).double() @ torch.full((192, 40), integer * 1e-4).double()
+    torch.testing.assert_close(y.double(), expected, rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("worst", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("num_rows", [3, 33])
+def test_products_of_what_is_no_number(num_rows: int, worst: float) -> None:
+    """It spoils its own row, and no other."""
+    x, weight, bias = case(num_rows, 576, 96)
+    product = PanelLinear(weight, bias)
+    expected = product(x)
+    x[1, 70] = worst
+    found = product(x)
+    assert not found[1].isfinite().any()
+    found[1] = expected[1]
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-38, 1e-20, 1e18])
+def test_products_of_inputs_of_any_size(size: float) -> None:
+    """Groups of inputs far larger than others, among zeros and numbers of almost no size."""
+    x, weight, _ = case(7, 576, 96)
+    x[:, 64:200] *= size
+    x[3] *= size
+    y = PanelLinear(weight)(x)
+    expected = linear(as_multiplied(x), weight.weight.double() * weight.scale)
+    torch.testing.assert_close(y.double(), expected, rtol=2**-8, atol=1e-5 * float(expected.abs().max()))
 
 
 def test_a_product_does_not_depend_on_the_rows_beside_it() -> None:
@@ -107,7 +145,8 @@ def test_inputs_that_no_cache_holds_are_added_up_as_those_of_one_row() -> None:
     whole = product(x)
     for row in (0, 31, 32, 259, 260, 300, 519):
         assert torch.equal(product(x[row : row + 1].contiguous()), whole[row : row + 1])
-    assert torch.equal(PanelLinear(with_scales_of_one(weight))(x), PanelLinear(weight.weight.to(BFLOAT16))(x))
+    wide = PanelLinear(weight.weight.to(BFLOAT16))(x)
+    assert rounds_inputs() or torch.equal(PanelLinear(with_scales_of_one(weight))(x), wide)
 
 
 def test_no_rows_are_no_products() -> None:
@@ -125,7 +164,7 @@ def test_what_adapters_add_to_products_is_not_scaled(num_rows: int) -> None:
     product = AdaptedPanelLinear(PanelLinear(weight, bias), 64, adapters)
     product.put(1, product.prepare([AddedPart(start=0, down=down, up=up)]))
     y = product(x)
-    plain = linear(x.double(), weight.weight.double() * weight.scale, bias.double())
+    plain = linear(as_multiplied(x), weight.weight.double() * weight.scale, bias.double())
     expected = plain + linear(linear(x.double(), down.double()), up.double())
     torch.testing.assert_close(y.double(), expected, rtol=2**-6, atol=0.05)
     nobody = torch.zeros(num_rows, dtype=torch.int32)

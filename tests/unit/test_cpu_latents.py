@@ -181,7 +181,7 @@ def test_latents_with_each_heads_products_in_8_bits() -> None:
     heads = LatentProjection(case.heads.norm, rounded(case.heads.up_key), rounded(case.heads.up_value))
     near = attend(case, to_paired(case.kv), in_panels(heads))
     plain = attend(case, to_paired(case.kv))
-    assert (quantised - near).norm() < 0.5 * (quantised - plain).norm()
+    assert (quantised - near).norm() < 0.8 * (quantised - plain).norm()
     assert (quantised - plain).norm() < 2e-2 * plain.norm()
 
 

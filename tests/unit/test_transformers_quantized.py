@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from byte_inputs import rounds_inputs
 from model_bench import SMALL, Bench, assert_close, engine_config, random_tokens, reference, save_model
 from torch import nn
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeMoE
@@ -118,7 +119,7 @@ def test_the_cpu_kernels_multiply_with_quantised_weights(quantization: str, tmp_
     assert found[0] is not None
     assert found[1] is not None
     # The rounded weights are rounded once more, to bfloat16.
-    assert (found[0] - found[1]).norm() < 0.05 * found[1].norm()
+    assert (found[0] - found[1]).norm() < (0.15 if rounds_inputs() else 0.05) * found[1].norm()
 
 
 def test_replaced_weights_are_released_one_by_one(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@
 
 #include "panels.h"
 #include "product_groups.h"
+#include "product_quads.h"
 #include "read_ahead.h"
 #include "row_blocks.h"
 #include "vectors.h"
@@ -96,6 +97,9 @@ void multiply_pairs_share(
     const Finish& finish) {
   static constexpr auto ROW_COUNTS = std::make_integer_sequence<int, MATMUL_ROWS>();
   static constexpr std::array MULTIPLY = {pairs_of_rows<0>(ROW_COUNTS), pairs_of_rows<1>(ROW_COUNTS), pairs_of_rows<2>(ROW_COUNTS)};
+#if TANDEM_QUADS
+  if (takes_quads(weight)) return multiply_quads_share(x, T, weight, begin, end, after, finish);
+#endif
   if (weight.form == Form::INT4) return multiply_groups_share(x, T, weight, begin, end, after, finish);
   const int64_t pairs = weight.pairs, row_blocks = row_blocks_of(T);
   const uint32_t* xp = reinterpret_cast<const uint32_t*>(x);

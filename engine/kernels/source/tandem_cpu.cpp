@@ -46,7 +46,8 @@ std::string arithmetic() {
 #if defined(__AVX512BF16__)
   const std::string by_vectors = "pairs";
 #else
-  const std::string by_vectors = "floats" + std::to_string(REGISTER);
+  // "bytes": so are weights in 8 and 4 bits multiplied (product_quads.h).
+  const std::string by_vectors = std::string(TANDEM_QUADS ? "bytes and " : "") + "floats" + std::to_string(REGISTER);
 #endif
   return (has_tiles() ? "tiles" : by_vectors) + " (version " + std::to_string(ARITHMETIC_VERSION) + ")";
 }
