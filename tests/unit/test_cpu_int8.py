@@ -118,7 +118,7 @@ def test_products_of_what_is_no_number(num_rows: int, worst: float) -> None:
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("size", [0.0, 1e-38, 1e-20, 1e18])
+@pytest.mark.parametrize("size", [0.0, 1e-38, 1e-20, 1e12])
 def test_products_of_inputs_of_any_size(size: float) -> None:
     """Groups of inputs far larger than others, among zeros and numbers of almost no size."""
     x, weight, _ = case(7, 576, 96)
