@@ -12,6 +12,11 @@ from deepseek_cases import V2, V3, config_of
 from engine.models import load_decoder_config, load_model_shape
 
 
+GLM = {name: value for name, value in V3.items() if name != "first_k_dense_replace"} | {
+    "architectures": ["Glm4MoeLiteForCausalLM"]
+}
+
+
 @pytest.mark.parametrize(
     ("base", "changes", "message"),
     [
@@ -37,6 +42,11 @@ from engine.models import load_decoder_config, load_model_shape
         (V3, {"num_experts_per_tok": 5}, "num_experts_per_tok must be at most 4, the experts of topk_group=2 groups"),
         (V3, {"topk_method": "greedy"}, "topk_method 'greedy' is not supported; known: noaux_tc"),
         (V3, {"first_k_dense_replace": -1}, "first_k_dense_replace must be an integer of at least 0, is -1"),
+        (GLM, {"mlp_layer_types": ["sparse", "dense", "sparse"]}, r"first \"dense\" and then \"sparse\", is \['sparse"),
+        (GLM, {"mlp_layer_types": ["dense", "sparse"]}, "mlp_layer_types must have 3 entries"),
+        (GLM, {"mlp_layer_types": "dense"}, "mlp_layer_types must have 3 entries, .* is 'dense'"),
+        (GLM, {"first_k_dense_replace": 2}, "first_k_dense_replace 2 is not supported; known: 1"),
+        (GLM, {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported; known: 1.0"),
     ],
 )
 def test_config_json_that_cannot_be_served(base: dict[str, Any], changes: dict[str, Any], message: str) -> None:
@@ -51,10 +61,15 @@ def test_what_transformers_code_cannot_serve_our_own_decoder_can() -> None:
 
 
 def test_absent_fields_are_those_of_transformers() -> None:
-    for name, kind in (("V2", transformers.DeepseekV2Config), ("V3", transformers.DeepseekV3Config)):
-        given = {"num_experts_per_tok": 6} if name == "V2" else {}
+    for name, kind in (
+        ("DeepseekV2", transformers.DeepseekV2Config),
+        ("DeepseekV3", transformers.DeepseekV3Config),
+        ("Glm4MoeLite", transformers.Glm4MoeLiteConfig),
+        ("Youtu", transformers.YoutuConfig),
+    ):
+        given = {"num_experts_per_tok": 6} if name == "DeepseekV2" else {}
         whole = kind(**given, num_attention_heads=8, num_key_value_heads=8).to_dict()
-        named = {"architectures": [f"Deepseek{name}ForCausalLM"]}
+        named = {"architectures": [f"{name}ForCausalLM"]}
         needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         least = named | given | {field: whole[field] for field in needed}
         assert load_decoder_config(least) == load_decoder_config(whole | named)
