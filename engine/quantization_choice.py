@@ -101,8 +101,8 @@ def _why_widened(
     has_kernels: bool,
 ) -> str:
     """Why a checkpoint's quantised weights cannot be kept, as a clause; empty if they can."""
-    if device == "cpu" and not (has_kernels and _fits_cpu_kernels(stored, model)):
-        is_for_dtype = dtype != "bfloat16" and _fits_cpu_kernels(stored, model)
+    if device == "cpu" and not (has_kernels and _fits_cpu_kernels(stored)):
+        is_for_dtype = dtype != "bfloat16" and _fits_cpu_kernels(stored)
         return "the CPU kernels for them need dtype bfloat16" if is_for_dtype else "that is faster on a CPU"
     for own in stored.quantizations:
         if why_not := why_no_quantization(own, capability=capability, dtype=dtype, model=model):
@@ -115,11 +115,11 @@ def _why_widened(
     return ""
 
 
-def _fits_cpu_kernels(stored: StoredWeights, model: ModelShape) -> bool:
+def _fits_cpu_kernels(stored: StoredWeights) -> bool:
     """Whether the CPU kernels support these weights: int8 with a scale per output, or int4 with a scale per group."""
     if stored.quantizations == ("int4",):
         return True
-    return stored.quantizations == ("int8",) and stored.block is None and model.mla is None
+    return stored.quantizations == ("int8",) and stored.block is None
 
 
 def _why_no_grain(asked: str, model: ModelShape) -> str:

@@ -11,7 +11,6 @@ from deepseek_cases import V2, V3, config_of
 
 from engine.models import load_decoder_config, load_model_shape
 
-
 GLM = {name: value for name, value in V3.items() if name != "first_k_dense_replace"} | {
     "architectures": ["Glm4MoeLiteForCausalLM"]
 }

@@ -21,10 +21,13 @@ from deepseek_cases import (
     alone,
     config_of,
 )
+from model_bench import Bench
+from quantized_checkpoints import FORMS, deepseek_tensors, quantized, save_checkpoint
 from safetensors.torch import load_file, save_file
 
 from engine.attention.torch_unfolded import UnfoldedHeads
 from engine.llm_engine import LLMEngine
+from engine.models.stored_weights import AS_STORED
 from engine.running.executor import Executor
 from engine.sampling_params import SamplingParams
 
@@ -157,6 +160,24 @@ def test_the_same_tokens_however_the_work_is_divided(quantization: str, tmp_path
     assert tokens == alone
     assert engine.stats.num_accepted_tokens > 0
     torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("form", ["int channel", "int tensor"])
+def test_a_checkpoint_in_8_bits_stays_in_8_bits(form: str, tmp_path: Path) -> None:
+    """Except the products that make latents, and keys and values of them."""
+    config = V3 | FOR_CPU_KERNELS | {"dtype": "bfloat16"}
+    stored, plain = quantized(deepseek_tensors(config, torch.bfloat16), FORMS[form])
+    kept = save_checkpoint(tmp_path / "kept", config | {"quantization_config": FORMS[form].quantization_config}, stored)
+    rounded = save_checkpoint(tmp_path / "plain", config, plain)
+    found = []
+    for folder in (kept, rounded):
+        engine_config = config_of(folder, None, **ON_CPU_KERNELS)
+        bench = Bench(engine_config)
+        logits = bench.logits((bench.sequence(PROMPT), len(PROMPT)))
+        assert logits is not None
+        found.append(logits)
+        assert engine_config.model.quantization == (AS_STORED if folder == kept else "none")
+    assert (found[0] - found[1]).norm() < 0.1 * found[1].norm()
 
 
 @pytest.mark.parametrize(
