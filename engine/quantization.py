@@ -7,7 +7,8 @@ Only products of layers are quantised: embeddings, norms and the logits' product
 the CPU kernels multiply logits in int8 (engine/kernels/cpu.py).
 `Parts.with_products` puts these layers into a decoder.
 
-    int8     only weights, on any device: activations keep their dtype
+    int8     only weights, on any device: activations keep their dtype (but on CPUs with AVX2 alone, where the kernels
+             round the inputs of products in int8 and int4 to 8 bits: engine/kernels/source/product_quads.h)
     fp8      weights, and activations with a scale per token, computed at run time: float8_e4m3fn (engine/float8.py) on
              tensor cores. For few rows, our GPU kernels use only the weights in 8 bits
     int4     only weights, with a scale and an offset for each group of inputs (engine/int4_weight.py), on any device

@@ -16,6 +16,7 @@ from engine.attention.cpu_backend import GRAIN, CpuPlan, why_not_either
 from engine.kernels.cpu_products import PanelHeadProducts
 from engine.layers import CosSin, LatentProjection
 from engine.models.deepseek_config import LatentConfig
+from engine.models.model_shape import ModelShape
 
 
 class CpuLatentAttention(LatentBackend[CpuPlan]):
@@ -29,7 +30,7 @@ class CpuLatentAttention(LatentBackend[CpuPlan]):
                 f"the model's kv_lora_rank and qk_rope_head_dim must be multiples of {GRAIN}, are {mla.kv_lora_rank} "
                 f"and {mla.qk_rope_head_dim}"
             )
-        if odd := [f"{name}={size}" for name, size in _inputs(mla).items() if size % 2]:
+        if odd := [f"{name}={size}" for name, size in _inputs(needs.model, mla).items() if size % 2]:
             return f"the model's sizes must be even, and {', '.join(odd)}"
         return why_not_either(needs)
 
@@ -60,6 +61,13 @@ class CpuLatentAttention(LatentBackend[CpuPlan]):
         return o_TX.view(-1, N, V)
 
 
-def _inputs(mla: LatentConfig) -> dict[str, int]:
-    """Numbers of inputs of products, which kernels read in pairs."""
-    return {"qk_nope_head_dim": mla.qk_nope_head_dim, "q_lora_rank": mla.q_lora_rank or 0}
+def _inputs(model: ModelShape, mla: LatentConfig) -> dict[str, int]:
+    """Numbers of inputs of products, which kernels read in pairs; of those that no other check covers."""
+    inputs = {
+        "qk_nope_head_dim": mla.qk_nope_head_dim,
+        "q_lora_rank": mla.q_lora_rank,
+        "num_attention_heads * v_head_dim": model.num_heads * mla.v_head_dim,
+    }
+    if model.moe is not None:
+        inputs["n_shared_experts * moe_intermediate_size"] = model.moe.num_shared_experts * model.moe.intermediate_size
+    return inputs

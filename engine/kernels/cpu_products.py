@@ -54,7 +54,7 @@ class PanelHeadProducts(HeadProducts):
     def __init__(self, weight_NKO: torch.Tensor, quantise: Quantise = as_it_is) -> None:
         self.shape = tuple(weight_NKO.shape)
         _, num_inputs, self._num_outputs = self.shape
-        by_outputs = F.pad(weight_NKO.mT, (0, 0, 0, -self._num_outputs % PANEL)).reshape(-1, num_inputs)
+        by_outputs = F.pad(weight_NKO.mT, (0, 0, 0, -self._num_outputs % PANEL)).reshape(-1, num_inputs).contiguous()
         self.panels, self.scale = in_panels(quantise(by_outputs))
 
     def __call__(self, x_TNK: torch.Tensor, out_TNO: torch.Tensor) -> None:

@@ -281,6 +281,7 @@ def test_scores_that_add_up_to_zero_are_no_division_by_zero() -> None:
         ({"num_groups": 3}, None, "groups must be equally large"),
         ({"num_groups": 2, "num_chosen_groups": 3}, None, "groups: 1 <= chosen <= all"),
         ({"num_groups": 4}, None, "experts: 1 <= chosen <= all of the chosen groups"),
+        ({"num_groups": 4, "num_chosen_groups": 2}, torch.zeros(4), "their merit is that of two experts"),
         ({}, torch.zeros(3), "bias"),
     ],
 )

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import LENS
+from byte_inputs import rounds_inputs
 from latent_cases import HeadsCase
 
 from engine.attention import StepLayout
@@ -71,7 +72,13 @@ def test_latents_of_any_number_of_heads(num_heads: int) -> None:
 
 @pytest.mark.parametrize(
     "sizes",
-    [{"latent_dim": 16}, {"latent_dim": 80, "rotated_dim": 32}, {"query_dim": 34, "value_dim": 33}, {"value_dim": 1}],
+    [
+        {"latent_dim": 16},
+        {"num_heads": 1, "latent_dim": 64, "value_dim": 32},
+        {"latent_dim": 80, "rotated_dim": 32},
+        {"query_dim": 34, "value_dim": 33},
+        {"value_dim": 1},
+    ],
     ids=str,
 )
 def test_latents_of_all_sizes(sizes: dict[str, int]) -> None:
@@ -169,8 +176,11 @@ def test_head_product_against_plain_torch(num_tokens: int, num_inputs: int, num_
     torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-2)
 
 
-def test_latents_with_each_heads_products_in_8_bits() -> None:
-    case = HeadsCase(LENS["mixed"], dtype=BFLOAT16, **LITE)
+@pytest.mark.parametrize(
+    "sizes", [LITE, SMALL | {"value_dim": 33}, SMALL | {"num_heads": 1, "latent_dim": 64, "value_dim": 32}], ids=str
+)
+def test_latents_with_each_heads_products_in_8_bits(sizes: dict[str, int]) -> None:
+    case = HeadsCase(LENS["mixed"], dtype=BFLOAT16, **sizes)
     quantised = attend(case, to_paired(case.kv), in_panels(case.heads, partial(PanelHeadProducts, quantise=as_int8)))
 
     def rounded(products: HeadProducts) -> HeadProducts:
@@ -181,8 +191,8 @@ def test_latents_with_each_heads_products_in_8_bits() -> None:
     heads = LatentProjection(case.heads.norm, rounded(case.heads.up_key), rounded(case.heads.up_value))
     near = attend(case, to_paired(case.kv), in_panels(heads))
     plain = attend(case, to_paired(case.kv))
-    assert (quantised - near).norm() < 0.8 * (quantised - plain).norm()
-    assert (quantised - plain).norm() < 2e-2 * plain.norm()
+    assert (quantised - near).norm() < (1.5e-2 if rounds_inputs() else 5e-3) * plain.norm()
+    assert 3e-3 * plain.norm() < (quantised - plain).norm() < 2e-2 * plain.norm()
 
 
 @pytest.mark.parametrize(

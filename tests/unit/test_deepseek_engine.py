@@ -187,6 +187,8 @@ def test_a_checkpoint_in_8_bits_stays_in_8_bits(form: str, tmp_path: Path) -> No
         ({"qk_rope_head_dim": 8}, {}, "are 32 and 8"),
         ({"qk_nope_head_dim": 13}, {}, "the model's sizes must be even, and qk_nope_head_dim=13"),
         ({"q_lora_rank": 21}, {}, "q_lora_rank=21"),
+        ({"num_attention_heads": 5, "v_head_dim": 11}, {}, r"num_attention_heads \* v_head_dim=55"),
+        ({"moe_intermediate_size": 17}, {}, r"n_shared_experts \* moe_intermediate_size=17"),
         ({}, {"dtype": "float32"}, "it computes bfloat16, and dtype is float32"),
         ({}, {"kv_cache_dtype": "fp8"}, "its pool holds bfloat16"),
         ({}, {"block_size": 8}, "block_size must be a multiple of 16, is 8"),

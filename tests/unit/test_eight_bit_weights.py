@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from byte_inputs import rounds_inputs
 from engine_steps import arguments, logits_of_steps
 from quantized_checkpoints import FORMS, quantized, save_checkpoint
 from safetensors.torch import load_file
@@ -269,7 +270,7 @@ def test_the_cpu_kernels_take_int8_as_it_is_stored(
     expected = logits_of_steps(replace(args, model=str(plain)), records=False)
     exact = logits_of(plain, dtype="float32", block_size=16)
     ours, widened, truth = (torch.cat(each).flatten() for each in (kept, expected, exact))
-    assert (ours - truth).norm() < 1.5 * (widened - truth).norm()
+    assert (ours - truth).norm() < (3 if rounds_inputs() else 1.5) * (widened - truth).norm()
 
 
 def test_a_tensor_is_let_go_before_the_next_is_read(

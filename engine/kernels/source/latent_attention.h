@@ -91,6 +91,7 @@ struct HeadsOutputs {
 
 inline void multiply_heads(
     const bf16* x, int64_t T, int64_t N, const at::Tensor& weight, const OfOutputs& scale, const HeadsOutputs& out) {
+  if (T == 0) return;
   const Panels panels(weight);
   const ScaleAndBias given(scale, std::nullopt);
   const int64_t panels_of_head = panels.num_panels / N, K = 2 * panels.pairs;

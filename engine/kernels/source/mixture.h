@@ -32,6 +32,7 @@ struct Mixture : torch::CustomClassHolder {
     TORCH_CHECK(num_chosen_groups >= 1 && num_chosen_groups <= num_groups, "groups: 1 <= chosen <= all");
     const int64_t most = num_experts / num_groups * num_chosen_groups;
     TORCH_CHECK(num_chosen >= 1 && num_chosen <= most, "experts: 1 <= chosen <= all of the chosen groups");
+    TORCH_CHECK(!bias_ || num_chosen_groups == num_groups || num_experts / num_groups >= 2, "groups: their merit is that of two experts");
     TORCH_CHECK(!bias_ || (bias_->is_contiguous() && bias_->scalar_type() == at::kFloat && bias_->numel() == num_experts), "bias [experts], float32");
   }
 

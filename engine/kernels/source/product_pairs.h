@@ -98,7 +98,7 @@ void multiply_pairs_share(
   static constexpr auto ROW_COUNTS = std::make_integer_sequence<int, MATMUL_ROWS>();
   static constexpr std::array MULTIPLY = {pairs_of_rows<0>(ROW_COUNTS), pairs_of_rows<1>(ROW_COUNTS), pairs_of_rows<2>(ROW_COUNTS)};
 #if TANDEM_QUADS
-  if (takes_quads(weight)) return multiply_quads_share(x, T, weight, begin, end, after, finish);
+  if (takes_quads(weight)) return multiply_quads_share(QuadRows(x, T, weight), T, weight, begin, end, after, finish);
 #endif
   if (weight.form == Form::INT4) return multiply_groups_share(x, T, weight, begin, end, after, finish);
   const int64_t pairs = weight.pairs, row_blocks = row_blocks_of(T);
@@ -131,6 +131,14 @@ void multiply_pairs_share(
 // Calls finish(row, panel, two vectors of sums) for all rows and panels.
 template <class Finish>
 void multiply_pairs(const bf16* x, int64_t T, const Panels& weight, ReadAhead* other, const Finish& finish) {
+#if TANDEM_QUADS
+  if (takes_quads(weight)) {
+    const QuadRows rows(x, T, weight);
+    return for_each_range(weight.num_panels * row_blocks_of(T), [&](int64_t begin, int64_t end) {
+      multiply_quads_share(rows, T, weight, begin, end, nullptr, finish);
+    });
+  }
+#endif
   for_each_range(weight.num_panels * row_blocks_of(T), [&](int64_t begin, int64_t end) {
     multiply_pairs_share(x, T, weight, begin, end, other, nullptr, finish);
   });

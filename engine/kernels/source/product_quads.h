@@ -34,38 +34,38 @@ inline bool takes_quads(const Panels& weight) { return weight.form == Form::INT4
 
 // Rows of inputs in 8 bits, each padded with zeros to whole scales.
 struct QuadRows {
-  int64_t num_scales;
+  int64_t num_scales, num_groups;
   std::vector<int8_t> numbers;  // [T, scales * 32]
   std::vector<float> scales;    // [T, scales]
+  std::vector<float> sums;      // [T, groups] of int4: of each group's inputs, as they were rounded
 
-  // in_turn: a quad holds inputs 0, 2, 1, 3, as the bytes of two pairs of int4 (int4.h).
-  QuadRows(const bf16* x, int64_t T, int64_t num_inputs, bool in_turn) : num_scales((num_inputs + SCALED - 1) / SCALED) {
-    numbers.resize(T * num_scales * SCALED);
-    scales.resize(T * num_scales);
-    for (int64_t t = 0; t < T; t++)
-      for (int64_t s = 0; s < num_scales; s++) {
-        bf16 padded[SCALED] = {};
-        const int64_t count = std::min(SCALED, num_inputs - s * SCALED);
-        std::memcpy(padded, x + t * num_inputs + s * SCALED, count * sizeof(bf16));
-        scales[t * num_scales + s] = round_to_bytes(padded, in_turn, numbers.data() + (t * num_scales + s) * SCALED);
-      }
+  QuadRows(const bf16* x, int64_t T, const Panels& weight)
+      : num_scales((2 * weight.pairs + SCALED - 1) / SCALED), num_groups(weight.form == Form::INT4 ? weight.pairs / weight.pairs_of_group() : 0),
+        numbers(T * num_scales * SCALED), scales(T * num_scales), sums(T * num_groups) {
+    const int64_t num_inputs = 2 * weight.pairs;
+    at::parallel_for(0, T, 16, [&](int64_t begin, int64_t end) {  // within another parallel region: by one thread
+      for (int64_t t = begin; t < end; t++)
+        for (int64_t s = 0; s < num_scales; s++) {
+          bf16 padded[SCALED] = {};
+          const int64_t count = std::min(SCALED, num_inputs - s * SCALED);
+          std::memcpy(padded, x + t * num_inputs + s * SCALED, count * sizeof(bf16));
+          int8_t* to = numbers.data() + (t * num_scales + s) * SCALED;
+          const float scale = scales[t * num_scales + s] = round_to_bytes(padded, num_groups != 0, to);
+          if (num_groups) sums[t * num_groups + s * num_groups / num_scales] += float(sum_of(to)) * scale;
+        }
+    });
   }
 
   const int8_t* row(int64_t t) const { return numbers.data() + t * num_scales * SCALED; }
 
-  // The sums of each group's inputs, as they were rounded: [T, num_groups].
-  std::vector<float> sums(int64_t T, int64_t num_groups) const {
-    const int64_t per_group = num_scales / num_groups;
-    std::vector<float> found(T * num_groups);
-    for (int64_t s = 0; s < T * num_scales; s++) {
-      int32_t sum = 0;
-      for (int64_t i = 0; i < SCALED; i++) sum += numbers[s * SCALED + i];
-      found[s / per_group] += float(sum) * scales[s];
-    }
-    return found;
+ private:
+  static int32_t sum_of(const int8_t* bytes) {
+    int32_t sum = 0;
+    for (int64_t i = 0; i < SCALED; i++) sum += bytes[i];
+    return sum;
   }
 
- private:
+  // in_turn: a quad holds inputs 0, 2, 1, 3, as the bytes of two pairs of int4 do (int4.h).
   // Returns the scale, which is no number if an input is not.
   static float round_to_bytes(const bf16* x, bool in_turn, int8_t* to) {
     uint16_t most_bits = 0;
@@ -189,15 +189,11 @@ void multiply_int8_quads(const QuadRows& x, int64_t from, const int8_t* panel, i
     }
 }
 
-// One thread's share of a product: see multiply_pairs_share.
+// One thread's share of a product of T rows: see multiply_pairs_share.
 template <class Finish>
 void multiply_quads_share(
-    const bf16* x, int64_t T, const Panels& weight, int64_t begin, int64_t end, const char* after, const Finish& finish) {
-  if (begin == end) return;
-  const bool is_int4 = weight.form == Form::INT4;
-  const int64_t pairs = weight.pairs, row_blocks = row_blocks_of(T), num_groups = pairs / weight.pairs_of_group();
-  const QuadRows rows(x, T, 2 * pairs, is_int4);
-  const std::vector<float> x_sums = is_int4 ? rows.sums(T, num_groups) : std::vector<float>();
+    const QuadRows& rows, int64_t T, const Panels& weight, int64_t begin, int64_t end, const char* after, const Finish& finish) {
+  const int64_t pairs = weight.pairs, row_blocks = row_blocks_of(T), num_groups = rows.num_groups;
   for (int64_t item = begin; item < end; item++) {
     const int64_t p = item / row_blocks, first = item % row_blocks * ROWS_OF_ITEM, num_rows = std::min(ROWS_OF_ITEM, T - first);
     const int64_t num_tiles = (num_rows + MATMUL_ROWS - 1) / MATMUL_ROWS, bytes = (weight.panel_bytes() + num_tiles - 1) / num_tiles;
@@ -209,10 +205,10 @@ void multiply_quads_share(
       with_rows<1, MATMUL_ROWS>(to - from, [&](auto R) {
         F16 sums[R()][2];
         float* totals = reinterpret_cast<float*>(sums);
-        if (is_int4) {
+        if (weight.form == Form::INT4) {
           const GroupsOfPanel groups(weight, p);
           multiply_int4_quads<R()>(rows, from, groups, ahead, totals);
-          add_offsets<R()>(x_sums.data() + from * num_groups, groups, totals);
+          add_offsets<R()>(rows.sums.data() + from * num_groups, groups, totals);
         } else {
           multiply_int8_quads<R()>(rows, from, reinterpret_cast<const int8_t*>(weight.at(p, 0)), pairs, ahead, totals);
         }
