@@ -71,13 +71,15 @@ class CpuAttention(AttentionBackend[CpuPlan]):
     def why_not(needs: Needs) -> str:
         """Why it cannot serve, as a clause; empty if it can."""
         model = needs.model
+        if why_not := why_not_either(needs):
+            return why_not
         if model.has_soft_cap:
             return "the model caps its scores"
         if model.head_dim % GRAIN or model.head_dim > MAX_HEAD_DIM:
             return f"the model's head size must be a multiple of {GRAIN} up to {MAX_HEAD_DIM}, is {model.head_dim}"
         if needs.num_groups > MAX_GROUPS:
             return f"at most {MAX_GROUPS} query heads may share a key head, and {needs.num_groups} do"
-        return why_not_either(needs)
+        return ""
 
     def prepare(self, layout: StepLayout) -> CpuPlan:
         return CpuPlan.of(layout)

@@ -25,6 +25,8 @@ class CpuLatentAttention(LatentBackend[CpuPlan]):
     @staticmethod
     def why_not(needs: Needs, mla: LatentConfig) -> str:
         """Why it cannot serve, as a clause; empty if it can."""
+        if why_not := why_not_either(needs):
+            return why_not
         if mla.kv_lora_rank % GRAIN or mla.qk_rope_head_dim % GRAIN:
             return (
                 f"the model's kv_lora_rank and qk_rope_head_dim must be multiples of {GRAIN}, are {mla.kv_lora_rank} "
@@ -32,7 +34,7 @@ class CpuLatentAttention(LatentBackend[CpuPlan]):
             )
         if odd := [f"{name}={size}" for name, size in _inputs(needs.model, mla).items() if size % 2]:
             return f"the model's sizes must be even, and {', '.join(odd)}"
-        return why_not_either(needs)
+        return ""
 
     def prepare(self, layout: StepLayout) -> CpuPlan:
         return CpuPlan.of(layout)

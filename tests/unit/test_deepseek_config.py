@@ -107,7 +107,7 @@ def test_a_checkpoint_of_deepseek_v3() -> None:
             r"quantization int4 .* must be multiples of 32, are \(32, 40, 20, .*; give int8 or none",
         ),
         (
-            {"attention_backend": "cpu", "dtype": "bfloat16"},
+            {"attention_backend": "cpu", "dtype": "bfloat16", "block_size": 16},
             "backend cpu .* must be multiples of 16, are 24 and 8; give auto",
         ),
         (

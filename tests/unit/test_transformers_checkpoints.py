@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -94,9 +95,8 @@ def test_the_cpu_kernels_multiply_with_weights_as_they_are_stored(
 ) -> None:
     """All but those of which inputs that share a scale are not neighbours, or too few."""
     model = save_quantized(name, form, tmp_path)
-    config = config_of(tmp_path, dtype="bfloat16", block_size=16, num_kv_blocks=64)
-    tokens, bench = random_tokens(21, seed=1), Bench(config)
-    logits = bench.logits((bench.sequence(tokens), 21))
+    config = config_of(tmp_path, dtype="bfloat16", block_size=16, num_kv_blocks=320)
+    bench = Bench(config)
     [checkpoint] = split
     assert bool(checkpoint.kept.products) == (form not in WIDENED)
     assert bool(checkpoint.kept.experts) == (form not in WIDENED and name == "qwen3-moe")
@@ -104,10 +104,14 @@ def test_the_cpu_kernels_multiply_with_weights_as_they_are_stored(
     for kept_name in {f"{module}.weight" for module in checkpoint.kept.products} | parts:
         assert checkpoint.tensors[kept_name].untyped_storage().nbytes() <= 4, "it takes no memory twice"
     assert not parts or not any(re.search(r"experts\.\d", each) for each in checkpoint.tensors)
-    assert logits is not None
-    expected = reference(model.bfloat16(), tokens).float()
-    other_experts = 0.15 if name == "qwen3-moe" else 0.06  # rounding may choose others
-    assert (logits[0] - expected).norm() < other_experts * expected.norm()
+    model, errors = model.bfloat16(), []
+    for seed in range(5):
+        tokens = random_tokens(21, seed=seed)
+        logits = bench.logits((bench.sequence(tokens), 21))
+        assert logits is not None
+        expected = reference(model, tokens).float()
+        errors.append(float((logits[0] - expected).norm() / expected.norm()))
+    assert median(errors) < 0.08, errors  # rounding may choose another expert: some are larger
 
 
 @pytest.mark.parametrize("form", ["int channel", "gptq"])
