@@ -4,8 +4,8 @@ cpu_latents.py.
 The kernels read keys and values in place: nothing is gathered or padded. The pool has the order `PAIRED_KV_ORDER`,
 which only these kernels write and read.
 
-Our own decoder, unless it has experts, does not come through `project` and `attend`: `engine.kernels.cpu.FusedLayers`
-passes the plan to C++, which calls the same kernels (engine/kernels/source/layers.h).
+Our own decoder, unless it is divided among ranks, does not come through `project` and `attend`:
+`engine.kernels.cpu.FusedLayers` passes the plan to C++, which calls the same kernels (engine/kernels/source/layers.h).
 """
 
 from __future__ import annotations

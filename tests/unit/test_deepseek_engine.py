@@ -3,6 +3,7 @@ tested in tests/unit/test_models_match_transformers.py."""
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,16 @@ def test_the_same_tokens_however_the_work_is_divided(quantization: str, tmp_path
     assert tokens == alone
     assert engine.stats.num_accepted_tokens > 0
     torch.set_num_threads(1)
+
+
+def test_the_same_tokens_from_ranks_whatever_the_chunks(tmp_path: Path) -> None:
+    """Their layers are not one call."""
+    answers = []
+    for settings in ({}, {"prefill_chunk_tokens": 7}):
+        config = config_of(tmp_path, V3 | FOR_CPU_KERNELS, tensor_parallel_size=2, **ON_CPU_KERNELS | settings)
+        with closing(LLMEngine(config)) as engine:
+            answers.append(alone(engine))
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("form", ["int channel", "int tensor"])
