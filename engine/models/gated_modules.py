@@ -37,8 +37,8 @@ def activation_of(module: nn.Module) -> Activation | None:
     generator = torch.Generator().manual_seed(1)
     gate, up, down = (_linear(generator) for _ in layers)
     tried._modules = module._modules | {GATE: gate, UP: up, DOWN: down}
-    sizes_T = torch.tensor(SIZES_OF_ROWS, device="cpu").repeat_interleave(ROWS_OF_SIZE)
-    x_1TD = torch.randn(1, len(sizes_T), SIZE, generator=generator) * sizes_T[:, None]
+    sizes_T = torch.tensor(SIZES_OF_ROWS, dtype=torch.float32, device="cpu").repeat_interleave(ROWS_OF_SIZE)
+    x_1TD = torch.randn(1, len(sizes_T), SIZE, generator=generator, dtype=torch.float32) * sizes_T[:, None]
     try:
         found = tried(x_1TD)
     except Exception:  # its code may raise anything with layers of another size
@@ -58,8 +58,8 @@ def activation_in(function: Any) -> Activation | None:
     has_weights = isinstance(function, nn.Module) and len(list(function.parameters())) > 0
     if not callable(function) or has_weights:  # weights may be on torch's meta device
         return None
-    far = torch.logspace(1.0, 6.0, 51, device="cpu")
-    x = torch.cat((torch.linspace(-12.0, 12.0, 241, device="cpu"), far, -far))
+    far = torch.logspace(1.0, 6.0, 51, dtype=torch.float32, device="cpu")
+    x = torch.cat((torch.linspace(-12.0, 12.0, 241, dtype=torch.float32, device="cpu"), far, -far))
     for activation, of in ACTIVATIONS.items():
         if torch.allclose(function(x), of(x), rtol=1e-5, atol=1e-6):
             return activation
@@ -69,5 +69,5 @@ def activation_in(function: Any) -> Activation | None:
 def _linear(generator: torch.Generator) -> nn.Linear:
     linear = nn.Linear(SIZE, SIZE, dtype=torch.float32, device="cpu")
     for parameter in linear.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator)
+        parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
     return linear.requires_grad_(False)

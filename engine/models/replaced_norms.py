@@ -102,12 +102,13 @@ def _eps_of(module: nn.Module) -> float | None:
 def _form_of(module: Any, eps: float, dtype: torch.dtype) -> Form | None:
     """None: it computes something else of rows in the model's dtype."""
     generator = torch.Generator().manual_seed(1)
-    tried, weight_D = copy.copy(module), torch.ones(SIZE_WITHOUT_WEIGHT)
+    tried, weight_D = copy.copy(module), torch.ones(SIZE_WITHOUT_WEIGHT, dtype=torch.float32)
     if (own_D := getattr(module, "weight", None)) is not None:
-        weight_D = torch.randn(len(own_D), generator=generator).to(own_D.dtype)
+        weight_D = torch.randn(len(own_D), generator=generator, dtype=torch.float32).to(own_D.dtype)
         tried._parameters = {"weight": nn.Parameter(weight_D, requires_grad=False)}
     size = len(weight_D)
-    x_1TD = torch.randn(1, len(SIZES_OF_ROWS), size, generator=generator) * torch.tensor(SIZES_OF_ROWS)[:, None]
+    sizes_T = torch.tensor(SIZES_OF_ROWS, dtype=torch.float32)
+    x_1TD = torch.randn(1, len(sizes_T), size, generator=generator, dtype=torch.float32) * sizes_T[:, None]
     x_1TD = x_1TD.to(dtype)
     try:
         found = tried(x_1TD)

@@ -135,7 +135,7 @@ def _rotation_of(function: Any, head_dim: int, table_size: int) -> Rotation | No
     """None: it computes something else."""
     generator = torch.Generator().manual_seed(1)
     q, k, cos, sin = (
-        torch.randn(1, *shape, generator=generator)
+        torch.randn(1, *shape, generator=generator, dtype=torch.float32)
         for shape in ((2, 3, head_dim), (1, 3, head_dim), (3, table_size), (3, table_size))
     )
     try:

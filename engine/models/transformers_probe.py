@@ -45,9 +45,9 @@ WATCHED = "tandem_watched"
 NUM_TOKENS = 5
 MOST_LAYERS = 1024
 """Making one layer without weights takes a millisecond or two."""
-MAKING = threading.Lock()
-"""While transformers makes a model, it changes torch's default dtype for all threads: two at once might not restore it.
-"""
+MAKING = threading.RLock()
+"""While transformers makes a model, it changes torch's default dtype for all threads: two at once might not restore it,
+and code that is watched meanwhile would compute in another dtype."""
 SINKS = "s_aux"
 """transformers' name of attention sinks: scores without values, one per query head."""
 KEEPING_NOTHING = frozenset({"mlp", "moe"})
@@ -116,6 +116,11 @@ def causal_lm_config(hf_config: dict[str, Any]) -> Any:
 @torch.no_grad()
 def watch_a_step(config: Any, max_positions: int) -> Step:
     """Run a step without weights and record it. Raises `ValueError` that says what cannot be served."""
+    with MAKING:
+        return _watch_a_step(config, max_positions)
+
+
+def _watch_a_step(config: Any, max_positions: int) -> Step:
     name = type(config).__name__.removesuffix("Config")
     calls: list[_Call] = []
     other_states = ""

@@ -15,7 +15,7 @@ def test_ten_times_the_sustainable_load() -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "overload.py"), "--json"]
     result = subprocess.run(
         # Short requests: even a busy machine serves many of them within their deadline.
-        [*command, "--seconds", "3", "--baseline-seconds", "2", "--prompt-tokens", "128", "--output-tokens", "16"],
+        [*command, "--seconds", "3", "--baseline-seconds", "2", "--prompt-tokens", "64", "--output-tokens", "8"],
         check=False, capture_output=True, text=True, timeout=150,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
