@@ -154,7 +154,7 @@ class EngineConfig:
     draft: EngineConfig | None = None
     """What guesses, a draft model or an EAGLE-3 head: as of an engine for it alone
     (engine/model_loader/draft_config.py)."""
-    eagle: EagleConfig | None = None
+    head: EagleConfig | None = None
     """How the head is computed. None: there is none."""
     compat_digest: str
     """Covers all that must be equal for two engines to exchange KV: config, weights, dtypes, block size, order."""

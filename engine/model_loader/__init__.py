@@ -8,7 +8,7 @@
     language_part.py          the language model of a checkpoint for text and images
     settings.py               settings against a folder, without torch; model_config.py: all of a configuration
     draft_config.py           that of a draft model or head; same_tokens.py: whether its tokens are the model's
-    eagle_settings.py         an EAGLE-3 head's folder against the model; eagle_weights.py: loads it
+    eagle_settings.py         an EAGLE-3 head's folder against the model; draft_heads.py, eagle_weights.py: load it
     loading.py                our decoder with its weights and parts
     transformers_weights.py   transformers' code with its weights; narrow_products.py: kept in 8 or 4 bits; mxfp4.py
     observed.py               a program that says what transformers' code tells of a model

@@ -94,7 +94,7 @@ def with_eagle_head(config: EngineConfig, args: EngineArgs, folder: Path) -> Eng
         config,
         model=replace(config.model, num_layers=config.model.num_layers + 1),
         draft=head,
-        eagle=eagle,
+        head=eagle,
         compat_digest="; ".join((
             config.compat_digest, join_parts({"eagle_head": digest_of([head.compat_digest, asdict(eagle)])})
         )),

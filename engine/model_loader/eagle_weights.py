@@ -15,7 +15,6 @@ from engine.model_loader.loading import parts_of
 from engine.model_loader.weights import DummyWeights, SafetensorsWeights, Weights, open_tensors
 from engine.models.eagle_config import EagleConfig
 from engine.models.eagle_head import EagleHead
-from engine.models.layer import Features
 from engine.models.model import FeatureSource
 
 if TYPE_CHECKING:
@@ -27,32 +26,25 @@ def load_eagle_head(
     model: FeatureSource,
     eagle: EagleConfig,
     backend: AttentionBackend[Any],
-    max_tokens: int,
     group: RankGroup | None,
-) -> tuple[EagleHead, Features]:
-    """Load the head that `config` and `eagle` describe, and let `model` note the hidden states that it reads.
-    `max_tokens`: the most tokens of a step of the model. `group`: load this rank's share only. Raises `ValueError` if
-    the head's weights do not fit."""
+) -> EagleHead:
+    """Load the head that `config` and `eagle` describe. `group`: load this rank's share only. Raises `ValueError` if
+    its weights do not fit."""
     weights, parts = _weights_of(config), parts_of(config, config.model.quantization)
     if group is not None:
         from engine.tensor_parallel.sharing import shared_out
 
         layer, weights, parts = shared_out(eagle.layer, weights, parts, group)
         eagle = replace(eagle, layer=layer)
-    embedding_VD = model.embedding_VD
-    head = EagleHead(
+    return EagleHead(
         eagle,
         weights,
         backend,
         parts,
-        embedding_VD=embedding_VD,
+        embedding_VD=model.embedding_VD,
         max_model_len=config.model.max_model_len,
         max_rows=config.scheduler.max_num_batched_tokens,
     )
-    num_features = len(eagle.feature_layers) * eagle.feature_size
-    features = Features(eagle.feature_layers, embedding_VD.new_zeros(max_tokens, num_features))
-    model.let_note(features)
-    return head, features
 
 
 def _weights_of(config: EngineConfig) -> Weights:

@@ -5,8 +5,7 @@ inference acceleration of large language models via training-time test (2025), w
     token t and the feature of the token before t ──one decoder layer──> hidden state ──> logits of the token after t
                                                                              └─> the feature of t, if t is a guess
 
-Owns its weights, and the tensors in which features come in and go out: a recorded step reads and writes at fixed
-addresses. Its keys and values are one more layer of the model's pool: at each token's slot, those of the token with the
+Its keys and values are one more layer of the model's pool: at each token's slot, those of the token with the
 feature of the token before it. So a block holds nothing of what comes after its own tokens, and may be shared. (The
 authors' code stores the same keys and values one slot earlier. Attention sees differences of positions, so all that
 differs is the first token, which has no feature; it counts as zeros.)
@@ -37,7 +36,7 @@ LAYER = "model.layers.0"
 
 
 class EagleHead:
-    """A `Model` of one layer. Raises `ValueError` at construction if the weights do not fit the config."""
+    """A `DraftHead`. Raises `ValueError` at construction if the weights do not fit the config."""
 
     def __init__(
         self,
@@ -74,15 +73,13 @@ class EagleHead:
         weights.ignore("t2d")
         weights.check_all_taken()
         self.features_TD = torch.zeros(max_rows, D, dtype=weights.dtype, device=weights.device)
-        """The features that `forward` reads: the first T rows."""
         self.outputs_TD = torch.zeros_like(self.features_TD)
-        """The features that the last `forward` left: the first T rows."""
         self.adapters: Adapters | None = None
         self.states: RecurrentStates | None = None
         self.reads_back = False
 
     def fused(self, features_TF: torch.Tensor) -> torch.Tensor:
-        """[T, F] -> [T, D]: hidden states of the model, side by side, to features."""
+        """See `DraftHead.fused`."""
         norms = self._feature_norms
         if norms:
             chunks = features_TF.chunk(len(norms), dim=-1)
@@ -92,8 +89,7 @@ class EagleHead:
     def read(
         self, token_ids: torch.Tensor, positions: torch.Tensor, features_TD: torch.Tensor, plan: Any, kv: torch.Tensor
     ) -> None:
-        """Write the keys and values of tokens, each with the feature of the token before it, to `kv`, the head's layer
-        of the pool."""
+        """See `DraftHead.read`."""
         _, h_TX = self._inputs(token_ids, features_TD)
         self._attention.project(h_TX, kv, plan, self._rotary.select(positions))
 

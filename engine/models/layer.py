@@ -51,7 +51,7 @@ class DecoderLayer:
 
 
 class Features:
-    """Hidden states between layers, side by side, for a draft head that reads them (engine/models/eagle_head.py)."""
+    """Hidden states between layers, side by side, for a draft head that reads them (engine/models/draft_head.py)."""
 
     def __init__(self, layers: tuple[int, ...], most_TF: torch.Tensor) -> None:
         """`layers`: a hidden state is taken before each of them; the number of all layers stands for after the last.

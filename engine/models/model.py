@@ -48,7 +48,7 @@ class Model(Protocol):
 
 
 class FeatureSource(Model, Protocol):
-    """A model whose hidden states a draft head may read (engine/models/eagle_head.py)."""
+    """A model whose hidden states a draft head may read (engine/models/draft_head.py)."""
 
     @property
     def embedding_VD(self) -> torch.Tensor: ...  # noqa: N802 - named for its axes

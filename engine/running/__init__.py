@@ -6,5 +6,5 @@ worker.py                 one device's model, pool and runner; pool_size.py: how
 model_runner.py           one step: input_batch.py, the model, the sampler
 decode_graphs.py          decoding steps as CUDA graphs; warm_up.py: what the first requests must not wait for
 draft_model.py            a smaller model that guesses; draft_rounds.py: token after token
-eagle_drafter.py          a head that guesses; feature_rows.py: where the last step left what it reads
+head_drafter.py          a head that guesses; feature_rows.py: where the last step left what it reads
 """

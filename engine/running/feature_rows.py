@@ -3,7 +3,7 @@
     step 1   tokens 0 1 2 3 of a sequence    rows 1 2 3 4    row 0 stands for none
     step 2   token 4: the one before it, 3, is in row 4      notes where step 2 leaves 4
 
-The rows of a step begin anew, and those of the step before come before them: see `EagleDrafter.read`.
+The rows of a step begin anew, and those of the step before come before them: see `HeadDrafter.read`.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Computed(NamedTuple):
 
 
 class StepReader(Protocol):
-    """What reads each step beside the model (engine/running/eagle_drafter.py)."""
+    """What reads each step beside the model (engine/running/head_drafter.py)."""
 
     def prepare(self, output: SchedulerOutput, step: StepInput) -> StepInput:
         """Add what `read` needs to the input of the step that is launched next."""

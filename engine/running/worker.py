@@ -27,7 +27,7 @@ from engine.model_loader import load_model
 from engine.model_loader.settings import naming_the_draft_model
 from engine.models.model import FeatureSource
 from engine.running.draft_model import DraftModel
-from engine.running.eagle_drafter import EagleDrafter
+from engine.running.head_drafter import HeadDrafter
 from engine.running.model_runner import ModelRunner
 from engine.running.pool_size import measure_num_blocks
 from engine.running.warm_up import warm_up
@@ -68,7 +68,7 @@ class Worker:
             report(f"loaded {config.model.model} in {load_s:.0f} s")
 
         def make_runner(kv_pool: torch.Tensor, on_layer_written: OnLayerWritten | None) -> ModelRunner:
-            reader = self.drafter if isinstance(self.drafter, EagleDrafter) else None
+            reader = self.drafter if isinstance(self.drafter, HeadDrafter) else None
             return ModelRunner(config, model, backend, kv_pool, on_layer_written, group, reader)
 
         with (
@@ -103,20 +103,20 @@ def _load(config: EngineConfig, backend: PagedBackend[Any], group: RankGroup | N
 
 def _load_drafter(
     config: EngineConfig, model: FeatureSource, group: RankGroup | None
-) -> DraftModel | EagleDrafter | None:
+) -> DraftModel | HeadDrafter | None:
     """Returns None if there is none, or if rank 0 has it: a draft model guesses there for all ranks."""
-    if config.draft is None or (config.eagle is None and group is not None and group.rank):
+    if config.draft is None or (config.head is None and group is not None and group.rank):
         return None
     with naming_the_draft_model(), torch.inference_mode():
-        if config.eagle is not None:
-            return EagleDrafter(config, model, group)
+        if config.head is not None:
+            return HeadDrafter(config, model, group)
         return DraftModel(config.draft, config.model.vocab_size)
 
 
 def _shape_of_pool(
     config: EngineConfig,
     make_runner: Callable[[torch.Tensor, None], ModelRunner],
-    drafter: DraftModel | EagleDrafter | None,
+    drafter: DraftModel | HeadDrafter | None,
     group: RankGroup | None,
 ) -> KVCacheShape:
     """The pool's shape, with the configured number of blocks, or else as many as fit on every rank."""

@@ -3,7 +3,7 @@
     a decoding sequence ──plan──> DraftPart ──the head guesses──> drafts of the step
 
 A head has nothing to catch up with: each step of the model also writes the head's keys and values of all its tokens, as
-one more layer (engine/running/eagle_drafter.py). So they are wherever the model's are, whoever computed them.
+one more layer (engine/running/head_drafter.py). So they are wherever the model's are, whoever computed them.
 """
 
 from __future__ import annotations

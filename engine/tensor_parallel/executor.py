@@ -16,8 +16,8 @@ from engine.kv_memory import KVMemory
 from engine.kv_shape import KVCacheShape
 from engine.lora.adapters import ReadAdapter
 from engine.lora.modules import LoRAModule
-from engine.running.eagle_drafter import EagleDrafter
 from engine.running.executor import Executor, RankLost
+from engine.running.head_drafter import HeadDrafter
 from engine.running.host_copies import HostCopies
 from engine.running.worker import Worker
 from engine.sampling.sampled_tokens import SampledTokens
@@ -51,7 +51,7 @@ class TensorParallelExecutor(Executor):
             with nullcontext() if device == "cpu" else self._ranks.ending_with_them():
                 group = RankGroup(0, self._num_ranks, device, self._ranks.meeting_file)
                 self._worker = Worker(config, told, self._allocate, group)
-            if isinstance(self._worker.drafter, EagleDrafter):
+            if isinstance(self._worker.drafter, HeadDrafter):
                 self._worker.drafter.on_round = self._ranks.tell_round
             self._host_copies = self._make_host_copies(config)
             self._watch = self._ranks.watch(group.abort)

@@ -29,7 +29,7 @@ from engine.config import EngineConfig
 from engine.kv_cache import KV_DTYPES
 from engine.kv_memory import KVMemory
 from engine.kv_shape import KVCacheShape
-from engine.running.eagle_drafter import EagleDrafter
+from engine.running.head_drafter import HeadDrafter
 from engine.running.host_copies import HostCopies, num_host_blocks
 from engine.running.worker import Worker
 from engine.step_input import StepInput
@@ -87,7 +87,7 @@ def run_rank(
         if kind == STEP:
             worker.runner.follow(StepInput.from_bytes(told))
         elif kind in (FIRST_ROUND, ROUND):
-            assert isinstance(worker.drafter, EagleDrafter)
+            assert isinstance(worker.drafter, HeadDrafter)
             worker.drafter.follow_round(StepInput.from_bytes(told), is_first=kind == FIRST_ROUND)
         else:
             assert kind == CHANGE

@@ -94,7 +94,7 @@ class RankProcesses:
         self._send(STEP + step.to_bytes())
 
     def tell_round(self, step: StepInput, is_first: bool) -> None:
-        """Send the next round of guesses (`EagleDrafter.on_round`). Raises `RankLost`."""
+        """Send the next round of guesses (`HeadDrafter.on_round`). Raises `RankLost`."""
         self._send((FIRST_ROUND if is_first else ROUND) + step.to_bytes())
 
     def tell_change(self, change: bytes) -> None:

@@ -37,8 +37,8 @@ from transformers_cases import GEMMA2, GPT_OSS, QWEN3_MOE
 
 from engine.llm_engine import LLMEngine
 from engine.models.eagle_config import LAYER_IDS
-from engine.running.eagle_drafter import EagleDrafter
 from engine.running.executor import RankLost
+from engine.running.head_drafter import HeadDrafter
 from engine.sampling_params import SamplingParams
 from engine.scheduling.sequence import BlockExport, DraftPart
 from engine.scheduling.speculation import DraftHistory
@@ -309,7 +309,7 @@ def test_a_rank_that_ends_within_the_rounds(tmp_path: Path) -> None:
     ring, head = write_ring(tmp_path / "ring"), write_ring_head(tmp_path / "head")
     with closing(make_engine(ring, head, tensor_parallel_size=2, **CPU)) as engine:
         drafter = engine.executor._worker.drafter
-        assert isinstance(drafter, EagleDrafter)
+        assert isinstance(drafter, HeadDrafter)
         tell = drafter.on_round
 
         def killing(step: StepInput, is_first: bool) -> None:

@@ -29,8 +29,8 @@ from engine.llm_engine import LLMEngine
 from engine.model_loader import create_engine_config
 from engine.models.eagle_config import LAYER_IDS
 from engine.outputs import FinishReason, RequestOutput, TokenLogprobs
-from engine.running.eagle_drafter import EagleDrafter
 from engine.running.executor import Executor
+from engine.running.head_drafter import HeadDrafter
 from engine.sampling_params import SamplingParams
 from engine.scheduling.offloading import BlockCopy
 from engine.scheduling.sequence import OnLayerWritten
@@ -204,7 +204,7 @@ def make_cramped_engine(folder: Path, rng: random.Random, **settings: Any) -> LL
 def _let_a_head_show_it(engine: LLMEngine) -> None:
     """Guesses are verified, so that wrong ones would not show."""
     drafter = engine.executor._worker.drafter
-    if not isinstance(drafter, EagleDrafter):
+    if not isinstance(drafter, HeadDrafter):
         return
     compute_logits = drafter._head.compute_logits
 
@@ -323,7 +323,7 @@ def check_rest(engine: LLMEngine) -> Counter[str]:
         "saved": stats.num_saved_blocks, "evicted": sum(not event.is_stored for event in events),
         "right drafts": stats.num_accepted_tokens, "wrong drafts": stats.num_draft_tokens - stats.num_accepted_tokens,
         "right by a model": stats.num_accepted_tokens if engine.config.draft is not None else 0,
-        "by a head": stats.num_draft_tokens if engine.config.eagle is not None else 0,
+        "by a head": stats.num_draft_tokens if engine.config.head is not None else 0,
         "ahead": int(engine.config.scheduler.async_scheduling),
     })  # fmt: skip
 

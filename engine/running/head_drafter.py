@@ -1,4 +1,4 @@
-"""An EAGLE-3 head beside the model: reads what each step computes, and guesses before the next one.
+"""A head beside the model: reads what each step computes, and guesses before the next one.
 
     made ──> measured (GPU) ──start──> read, with each step of the model ──> draft, before each step that it guesses for
 
@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from engine.attention import AttentionBackend, create_attention_backend
+from engine.attention import PagedBackend, create_attention_backend
 from engine.cache_dir import report
 from engine.config import EngineConfig
 from engine.kv_cache import allocate_kv_pool
 from engine.kv_shape import KVCacheShape, kv_cache_shape
-from engine.model_loader.eagle_weights import load_eagle_head
+from engine.model_loader.draft_heads import load_head
 from engine.models.model import FeatureSource
 from engine.running.draft_rounds import Followed, run_rounds
 from engine.running.feature_rows import NO_FEATURE, FeatureRows
@@ -46,20 +46,18 @@ if TYPE_CHECKING:
     from engine.tensor_parallel.group import RankGroup
 
 
-class EagleDrafter:
+class HeadDrafter:
     """Used only by the stepping thread. Raises `ValueError` if the weights do not fit the config."""
 
     def __init__(self, config: EngineConfig, model: FeatureSource, group: RankGroup | None) -> None:
         """`config`: the engine's. `group`: see `Worker`."""
         assert config.draft is not None
-        assert config.eagle is not None
+        assert config.head is not None
         self._config = config.draft
-        backend = create_attention_backend(config.draft)
-        assert isinstance(backend, AttentionBackend)
-        self._backend: AttentionBackend[Any] = backend
+        self._backend: PagedBackend[Any] = create_attention_backend(config.draft)
         self._group = group
         max_tokens = config.scheduler.max_num_batched_tokens
-        self._head, self._features = load_eagle_head(config.draft, model, config.eagle, backend, max_tokens, group)
+        self._head, self._features = load_head(config.draft, model, config.head, self._backend, max_tokens, group)
         self._runner: ModelRunner | None = None
         self._features_TD = self._head.features_TD[:0]
         """Of the last step."""
@@ -155,7 +153,7 @@ class EagleDrafter:
 class _Rounds:
     """Rounds of guesses: the first reads features of the model's step, each other one what the round before left."""
 
-    def __init__(self, drafter: EagleDrafter, row_of: dict[Followed, int]) -> None:
+    def __init__(self, drafter: HeadDrafter, row_of: dict[Followed, int]) -> None:
         self._drafter = drafter
         self._row_of = row_of
         self._is_first = True
