@@ -14,10 +14,13 @@ from engine.lora.modules import LoRAModule, LoRARoom
 from engine.models.deepseek_config import LatentConfig
 from engine.models.eagle_config import EagleConfig
 from engine.models.head_shape import HeadShape
+from engine.models.mtp_config import MtpConfig
 from engine.scheduling.speculation import SpeculativeConfig
 from prefix_hash import prefix_key
 
 GIB = 1024**3
+HeadConfig = EagleConfig | MtpConfig
+"""Of a head that guesses from the model's hidden states."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +46,7 @@ class ModelConfig:
     """Maximum length of prompt and answer together, in tokens."""
     vocab_size: int
     num_layers: int
-    """Of the pool: the model's, and one for an EAGLE-3 head."""
+    """Of the pool: the model's, and one for a head that guesses."""
     num_heads: int
     """Heads that one rank computes; so is `num_kv_heads`."""
     num_kv_heads: int
@@ -152,9 +155,9 @@ class EngineConfig:
     lora_room: LoRARoom = LoRARoom()  # noqa: RUF009 - it is frozen
     """Room for adapters that come while the engine runs."""
     draft: EngineConfig | None = None
-    """What guesses, a draft model or an EAGLE-3 head: as of an engine for it alone
+    """What guesses, a draft model or a head: as of an engine for it alone
     (engine/model_loader/draft_config.py)."""
-    head: EagleConfig | None = None
+    head: HeadConfig | None = None
     """How the head is computed. None: there is none."""
     compat_digest: str
     """Covers all that must be equal for two engines to exchange KV: config, weights, dtypes, block size, order."""

@@ -214,7 +214,8 @@ class EngineArgs:
             "help": f"Speculative decoding, as JSON such as {EXAMPLE}: propose tokens and verify several in one step. "
             "The tokens are the same; they come sooner where text repeats itself or has a fixed form. With "
             '{"model": "FOLDER", "num_speculative_tokens": 4}, a smaller model with the same tokens guesses; with '
-            '"method": "eagle3", an EAGLE-3 head of the model. Default: off.'
+            '"method": "eagle3", an EAGLE-3 head of the model; or "method": "mtp" for the head that the checkpoints of '
+            "some models bring along. Default: off."
         },
     )
     device: str = field(

@@ -30,7 +30,7 @@ from engine.model_loader.settings import (
     check_draft_model,
     check_settings,
     load_format_of_draft,
-    naming_the_draft_model,
+    naming_what_guesses,
 )
 from engine.scheduling.speculation import SpeculativeConfig
 from protos import tandem_worker_pb2, tandem_worker_pb2_grpc
@@ -323,8 +323,8 @@ class Cluster:
         engine = self.args.engine
         speculation = SpeculativeConfig.parse(engine.speculative_config)
         if speculation is None or not speculation.model:
-            return None
-        with naming_the_draft_model():
+            return None  # or the model's checkpoint has it
+        with naming_what_guesses(speculation):
             folder = await resolve_model(speculation.model, self._on_event)
             if speculation.method == "eagle3":
                 return folder

@@ -5,7 +5,7 @@ block tables.
 
     once a step     plan = backend.prepare(layout)
     every layer     q = backend.project(qkv, kv, plan, heads, cos_sin); o = backend.attend(q, kv, plan, scores, sinks)
-    with latents    o = backend.attend(q, latent, kv, plan, heads, cos_sin, scale)
+    with latents    o = backend.attend(q, latent, kv, plan, heads, cos_sin, scale), which writes, too
 
 Shapes: T tokens of the step, S sequences of the step, N query heads, K key/value heads, H head dim; a layer of the pool
 is `kv`: [block, 2, K, slot, H]. With latents: C latent dim, P rotated key dim, R = C + P, a layer is
@@ -125,6 +125,12 @@ class LatentBackend(PagedBackend[Plan]):
     """A backend for models whose pool holds latents, from which products compute each head's keys and values."""
 
     @abstractmethod
+    def write(
+        self, latent_TR: torch.Tensor, kv: torch.Tensor, plan: Plan, heads: LatentProjection, cos_sin: CosSin
+    ) -> None:
+        """Apply `heads` to the step's latents and keys [T, R] and write them into one layer of the pool."""
+
+    @abstractmethod
     def attend(
         self,
         q_TX: torch.Tensor,
@@ -135,9 +141,8 @@ class LatentBackend(PagedBackend[Plan]):
         cos_sin: CosSin,
         scale: float,
     ) -> torch.Tensor:
-        """Apply `heads` to the step's latents and keys [T, R] and write them into one layer of the pool. Then let every
-        token, with queries [T, N * (Q + P)], attend to its own sequence's tokens up to itself, including this step's:
-        [T, N, V].
+        """`write`, and then let every token, with queries [T, N * (Q + P)], attend to its own sequence's tokens up to
+        itself, including this step's: [T, N, V].
 
         `scale`: factor of the products of queries and keys. Reads whole blocks, as `AttentionBackend` does.
         """

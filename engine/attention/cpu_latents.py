@@ -4,7 +4,8 @@ The kernels read latents in place. The pool has the order `PAIRED_LATENT_KV_ORDE
 read. All tokens are absorbed (engine/attention/latent_forms.py), those of prompts, too: a token has the same bits
 whether its sequence decodes, or its prompt is computed again, in whatever chunks.
 
-`attend` serves models that are divided among ranks; else all layers are one call, as with keys and values of heads.
+`attend` serves models that are divided among ranks, and `write` heads that guess; else all layers are one call, as with
+keys and values of heads.
 
 Shapes: T tokens, N query heads, C latent dim, P rotated key dim, R = C + P, V dim of a head's value.
 """
@@ -40,6 +41,13 @@ class CpuLatentAttention(LatentBackend[CpuPlan]):
 
     def prepare(self, layout: StepLayout) -> CpuPlan:
         return CpuPlan.of(layout)
+
+    def write(
+        self, latent_TR: torch.Tensor, kv: torch.Tensor, plan: CpuPlan, heads: LatentProjection, cos_sin: CosSin
+    ) -> None:
+        torch.ops.tandem_cpu.store_latents(
+            latent_TR, *cos_sin, heads.norm.weight, heads.norm.eps, kv, plan.slot_mapping
+        )
 
     def attend(
         self,

@@ -62,6 +62,16 @@ class TorchLatentAttention(LatentBackend[TorchPlan | MixedTorchPlan]):
             (unfolded, self._groups.prepare(unfolded.layout)),
         )
 
+    def write(
+        self,
+        latent_TR: torch.Tensor,
+        kv: torch.Tensor,
+        plan: TorchPlan | MixedTorchPlan,
+        heads: LatentProjection,
+        cos_sin: CosSin,
+    ) -> None:
+        self.store(heads.latents(latent_TR, cos_sin), kv, plan if isinstance(plan, TorchPlan) else plan.step)
+
     def attend(
         self,
         q_TX: torch.Tensor,
@@ -75,7 +85,7 @@ class TorchLatentAttention(LatentBackend[TorchPlan | MixedTorchPlan]):
         if isinstance(plan, TorchPlan):
             q_TNR = self.project(q_TX, latent_TR, kv, plan, heads, cos_sin)
             return heads.values(self.attend_absorbed(q_TNR, kv, plan, scale))
-        self.store(heads.latents(latent_TR, cos_sin), kv, plan.step)
+        self.write(latent_TR, kv, plan, heads, cos_sin)
         o_TNV = q_TX.new_empty(len(q_TX), heads.up_key.shape[0], heads.up_value.shape[2])
         if plan.absorbed is not None:
             part, absorbed = plan.absorbed

@@ -29,7 +29,7 @@ from engine.attention.triton_plans import TritonPlan, WithTritonPlans, why_not_e
 from engine.attention.triton_unfolded import UnfoldedAttention, UnfoldedPlan
 from engine.kernels.gpu.decode import partial_size
 from engine.kernels.gpu.gpu_kind import GpuKind
-from engine.kernels.gpu.latent_project import rotate_and_store_latents
+from engine.kernels.gpu.latent_project import rotate_and_store_latents, store_latents
 from engine.kernels.gpu.latents import (
     MAX_LATENT,
     MAX_ROTATED,
@@ -109,6 +109,17 @@ class TritonLatentAttention(WithTritonPlans, LatentBackend[TritonPlan | MixedTri
             self._unfolded.prepare(layout, unfolded),
             None if absorbed is None else (absorbed, self._plan_of(absorbed.layout)),
         )
+
+    def write(
+        self,
+        latent_TR: torch.Tensor,
+        kv: torch.Tensor,
+        plan: TritonPlan | MixedTritonPlan,
+        heads: LatentProjection,
+        cos_sin: CosSin,
+    ) -> None:
+        slot_mapping = plan.slot_mapping if isinstance(plan, TritonPlan) else plan.unfolded.slot_mapping
+        store_latents(latent_TR, cos_sin, heads.norm.weight, heads.norm.eps, kv, slot_mapping)
 
     def attend(
         self,

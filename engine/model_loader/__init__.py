@@ -44,15 +44,17 @@ def create_engine_config(args: EngineArgs) -> EngineConfig:
 
     Raises `ValueError` that names the field and its bound, or says what the model lacks.
     """
-    from engine.model_loader.draft_config import with_draft_model, with_eagle_head
+    from engine.model_loader.draft_config import with_draft_model, with_eagle_head, with_mtp_head
     from engine.model_loader.model_config import make_engine_config
-    from engine.model_loader.settings import naming_the_draft_model
+    from engine.model_loader.settings import naming_what_guesses
 
     config = make_engine_config(args, resolve_model(args.model))
     speculation = config.scheduler.speculation
-    if speculation is None or not speculation.model:
+    if speculation is None or speculation.method == "ngram":
         return config
-    with naming_the_draft_model():
+    with naming_what_guesses(speculation):
+        if speculation.method == "mtp":
+            return with_mtp_head(config, args)
         with_it = with_eagle_head if speculation.method == "eagle3" else with_draft_model
         return with_it(config, args, resolve_model(speculation.model))
 

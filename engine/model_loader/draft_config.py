@@ -1,13 +1,14 @@
-"""Adds what guesses to an `EngineConfig`: a draft model, or an EAGLE-3 head, as the configuration of an engine that
-would run it alone, over a pool with as many blocks."""
+"""Adds what guesses to an `EngineConfig`: a draft model, an EAGLE-3 head, or the head in the model's checkpoint, as the
+configuration of an engine that would run it alone, over a pool with as many blocks."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, HeadConfig
 from engine.engine_args import EngineArgs
+from engine.lora.modules import LoRARoom
 from engine.model_loader.eagle_settings import check_is_no_head, read_eagle_config
 from engine.model_loader.language_part import read_config
 from engine.model_loader.model_config import digest_of, make_engine_config
@@ -20,6 +21,7 @@ from engine.model_loader.settings import (
     num_blocks_in_both,
 )
 from engine.models import ModelShape, load_model_shape
+from engine.models.mtp_config import MtpConfig
 from prefix_hash.compat import join_parts
 
 CATCH_UP_ROWS = 8
@@ -62,20 +64,12 @@ def with_eagle_head(config: EngineConfig, args: EngineArgs, folder: Path) -> Eng
     eagle, hf_config = read_eagle_config(
         folder, model, load_format=args.load_format, quantization=speculation.quantization
     )
-    own_bytes = block_bytes_of(args, config.model, config.cache.kv_dtype, config.device.device)
-    num_blocks = num_blocks_in_both(
-        args,
-        config.cache.num_blocks,
-        max_model_len=config.model.max_model_len,
-        own_bytes=own_bytes,
-        draft_bytes=own_bytes // config.model.num_layers,
-    )
-    config = replace(config, cache=replace(config.cache, num_blocks=num_blocks))
+    config = _with_room_for_a_layer(config, args)
     head_args = replace(
         _draft_args(config, args),
         dtype=config.model.dtype,
         max_model_len=config.model.max_model_len,
-        max_num_batched_tokens=max(config.scheduler.max_num_seqs, 2 * config.cache.block_size),
+        max_num_batched_tokens=_tokens_of_round(config),
         speculative_config="",
     )
     # RoPE knows no end, and a head that was trained with short texts guesses after long ones, too.
@@ -88,17 +82,59 @@ def with_eagle_head(config: EngineConfig, args: EngineArgs, folder: Path) -> Eng
             f"attention_backend must be one that can compute it and the model: {head.device.attention_backend} and "
             f"{config.device.attention_backend} order keys and values differently"
         )
+    return _with_head(config, head, eagle, {"eagle_head": digest_of([head.compat_digest, asdict(eagle)])})
+
+
+def with_mtp_head(config: EngineConfig, args: EngineArgs) -> EngineConfig:
+    """Let the head in the model's checkpoint guess: see `with_eagle_head`. Raises `ValueError` if there is none."""
+    mtp = MtpConfig.of(load_model_shape(config.model.hf_config, args.model_impl))
+    config = _with_room_for_a_layer(config, args)
+    max_tokens = _tokens_of_round(config)
+    head = replace(
+        config,
+        model=replace(config.model, model=f"the head of {config.model.model}", num_layers=1),
+        scheduler=replace(
+            config.scheduler, max_num_batched_tokens=max_tokens, prefill_chunk_tokens=max_tokens,
+            prefill_batch_tokens=max_tokens, speculation=None,
+        ),
+        lora_modules=(),
+        lora_room=LoRARoom(),
+    )  # fmt: skip
+    # The weights' digest has the head's, too.
+    return _with_head(config, head, mtp, {"mtp_head": str(mtp.number)})
+
+
+def _with_room_for_a_layer(config: EngineConfig, args: EngineArgs) -> EngineConfig:
+    """With as many blocks as fit with one more layer."""
+    own_bytes = block_bytes_of(args, config.model, config.cache.kv_dtype, config.device.device)
+    num_blocks = num_blocks_in_both(
+        args,
+        config.cache.num_blocks,
+        max_model_len=config.model.max_model_len,
+        own_bytes=own_bytes,
+        draft_bytes=own_bytes // config.model.num_layers,
+    )
+    return replace(config, cache=replace(config.cache, num_blocks=num_blocks))
+
+
+def _tokens_of_round(config: EngineConfig) -> int:
+    """The most tokens of a round of guesses."""
+    return max(config.scheduler.max_num_seqs, 2 * config.cache.block_size)
+
+
+def _with_head(
+    config: EngineConfig, head: EngineConfig, head_config: HeadConfig, in_digest: dict[str, str]
+) -> EngineConfig:
+    """`head`: as of an engine for it alone. `in_digest`: what engines must have in common to exchange its KV."""
     # A round is launched before the host knows the guesses of the round before.
     head = replace(head, scheduler=replace(head.scheduler, async_scheduling=True))
     return replace(
         config,
         model=replace(config.model, num_layers=config.model.num_layers + 1),
         draft=head,
-        head=eagle,
-        compat_digest="; ".join((
-            config.compat_digest, join_parts({"eagle_head": digest_of([head.compat_digest, asdict(eagle)])})
-        )),
-    )  # fmt: skip
+        head=head_config,
+        compat_digest="; ".join((config.compat_digest, join_parts(in_digest))),
+    )
 
 
 def _draft_config(config: EngineConfig, args: EngineArgs, folder: Path, shape: ModelShape) -> EngineConfig:

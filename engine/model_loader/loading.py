@@ -42,7 +42,7 @@ def load(config: EngineConfig, backend: PagedBackend[Any], group: RankGroup | No
     if config.lora_modules or config.lora_room.num:
         parts = _adapted(config, parts, _cuts_of(shape, group))
     if isinstance(shape, DecoderConfig):
-        weights = _weights_of(config, config.device.device)
+        weights = weights_of(config, config.device.device)
         if group is not None:
             from engine.tensor_parallel.sharing import shared_out
 
@@ -94,7 +94,7 @@ def _load_transformers_model(
     assert isinstance(backend, AttentionBackend)
     hf_config = config.model.hf_config
     is_narrow = not is_mxfp4(hf_config) and StoredWeights.from_hf(hf_config).quantizations
-    narrow = _weights_of(config, "cpu") if is_narrow else None
+    narrow = weights_of(config, "cpu") if is_narrow else None
     causal_lm, kept = load_causal_lm(config, narrow, keeps_four_bits=parts.four_bit_experts is not None)
     lm_head, share = parts.lm_head, None
     if group is not None:
@@ -140,7 +140,8 @@ def _states_of(config: EngineConfig, shape: TransformersConfig) -> RecurrentStat
     )
 
 
-def _weights_of(config: EngineConfig, device: str) -> Weights:
+def weights_of(config: EngineConfig, device: str) -> Weights:
+    """The tensors of the model's checkpoint, as it stores them, or made-up ones."""
     model = config.model
     stored = StoredWeights.from_hf(model.hf_config)
     if config.load.load_format == "dummy":

@@ -24,6 +24,7 @@ from engine.model_loader.language_part import read_config
 from engine.model_loader.same_tokens import check_same_tokens
 from engine.models import ModelShape, is_for_our_decoder, load_decoder_config
 from engine.models.eagle_config import as_llama
+from engine.models.mtp_config import MtpConfig
 from engine.quantization_choice import check_quantization
 from engine.scheduling.speculation import SpeculativeConfig
 from engine.tensor_parallel.shares import share_of
@@ -50,6 +51,11 @@ def check_settings(args: EngineArgs, folder: Path) -> None:
     shape = share_of(load_decoder_config(hf_config), args.tensor_parallel_size)
     _check_quantization(args, hf_config, shape)
     _num_blocks(args, shape, hf_config)
+    speculation = SpeculativeConfig.parse(args.speculative_config)
+    if speculation is not None and speculation.method == "mtp":
+        with naming_what_guesses(speculation):
+            MtpConfig.of(shape)
+            _check_memory_of_both(args, folder, _layer_bytes(args, shape, hf_config))
 
 
 def _num_blocks(args: EngineArgs, shape: ModelShape, hf_config: dict[str, Any]) -> int:
@@ -70,7 +76,7 @@ def check_draft_model(args: EngineArgs, folder: Path, draft_folder: Path) -> Non
     `folder`, as far as `check_settings` can tell such things."""
     speculation = SpeculativeConfig.parse(args.speculative_config)
     assert speculation is not None
-    with naming_the_draft_model():
+    with naming_what_guesses(speculation):
         if speculation.method == "eagle3":
             _check_eagle_head(args, speculation, folder, draft_folder)
             return
@@ -97,11 +103,13 @@ def _check_eagle_head(args: EngineArgs, speculation: SpeculativeConfig, folder: 
     share = share_of(eagle.layer, args.tensor_parallel_size)
     # In the model's dtype, whatever the head's files have.
     _check_quantization(replace(args, quantization=speculation.quantization), hf_config, share)
+    _check_memory_of_both(args, folder, _layer_bytes(args, share_of(model, args.tensor_parallel_size), hf_config))
+
+
+def _layer_bytes(args: EngineArgs, shape: ModelShape, hf_config: dict[str, Any]) -> int:
+    """Bytes of one layer of a block: what a head takes. `shape`: what one rank computes of the model."""
     kv_dtype = kv_dtype_of(args.kv_cache_dtype, dtype_of(args, hf_config))
-    own_bytes = block_bytes_of(
-        args, share_of(model, args.tensor_parallel_size), kv_dtype, "cpu" if _is_for_cpu(args) else "cuda"
-    )
-    _check_memory_of_both(args, folder, own_bytes // model.num_layers)
+    return block_bytes_of(args, shape, kv_dtype, "cpu" if _is_for_cpu(args) else "cuda") // shape.num_layers
 
 
 def _check_memory_of_both(args: EngineArgs, folder: Path, draft_bytes: int) -> None:
@@ -149,12 +157,13 @@ def draft_block_bytes_of(args: EngineArgs, shape: ModelShape, hf_config: dict[st
 
 
 @contextmanager
-def naming_the_draft_model() -> Iterator[None]:
-    """Let a `ValueError` begin with the setting that names the draft model."""
+def naming_what_guesses(speculation: SpeculativeConfig | None) -> Iterator[None]:
+    """Let a `ValueError` begin with the setting that names the draft model or head."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"speculative_config model: {error}") from error
+        setting = "model" if speculation is None or speculation.model else f"method {speculation.method!r}"
+        raise ValueError(f"speculative_config {setting}: {error}") from error
 
 
 def _check_quantization(args: EngineArgs, hf_config: dict[str, Any], shape: ModelShape) -> None:

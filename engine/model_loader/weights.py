@@ -147,6 +147,10 @@ class Weights(ABC):
         """Raise `ValueError` if a tensor was not taken: the model would not be the trained one."""
         return
 
+    def check_layer_taken(self, layer: int) -> None:
+        """The same for the tensors of one layer."""
+        del layer
+
 
 class SafetensorsWeights(Weights):
     why_not_narrow = "config.json has no quantization_config that says so"
@@ -225,11 +229,20 @@ class SafetensorsWeights(Weights):
         self._left = {name for name in self._left if not name.endswith(suffix)}
 
     def ignore_layer(self, layer: int) -> None:
-        self._left = {name for name in self._left if not name.startswith(f"model.layers.{layer}.")}
+        self._left -= self._left_of(layer)
 
     def check_all_taken(self) -> None:
-        if self._left:
-            some = ", ".join(sorted(self._left)[:5])
+        self._check_none(self._left)
+
+    def check_layer_taken(self, layer: int) -> None:
+        self._check_none(self._left_of(layer))
+
+    def _left_of(self, layer: int) -> set[str]:
+        return {name for name in self._left if name.startswith(f"model.layers.{layer}.")}
+
+    def _check_none(self, left: set[str]) -> None:
+        if left:
+            some = ", ".join(sorted(left)[:5])
             raise ValueError(f"the weights in {self._folder} hold tensors that the architecture does not use: {some}")
 
 

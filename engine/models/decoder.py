@@ -41,12 +41,12 @@ class Decoder:
         self._rotary = RotaryEmbedding(config.rope, config.rotary_dim, max_model_len, weights.dtype, weights.device)
         self.embedding_VD = weights.take("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         factory = PartsFactory(weights, parts, config.rms_norm_eps)
-        layers = [_make_layer(config, i, factory, backend) for i in range(config.num_layers)]
+        layers = [make_layer(config, i, factory, backend) for i in range(config.num_layers)]
         experts = [each.feed_forward for each in layers if isinstance(each.feed_forward, ExpertsFeedForward)]
         self.reads_back = any(each.reads_back for each in experts)
         self._layers = parts.stack(layers)
-        self._norm = parts.rms_norm(weights.take("model.norm.weight", (config.hidden_size,)), config.rms_norm_eps)
-        self._lm_head = parts.lm_head(self._head_weight(config, weights))
+        self.norm = parts.rms_norm(weights.take("model.norm.weight", (config.hidden_size,)), config.rms_norm_eps)
+        self.lm_head = parts.lm_head(self._head_weight(config, weights))
         self._features: Features | None = None
         weights.ignore("rotary_emb.inv_freq")
         for further in range(config.num_nextn_predict_layers):
@@ -83,10 +83,10 @@ class Decoder:
 
     def compute_logits(self, x_TD: torch.Tensor) -> torch.Tensor:
         """See `Model.compute_logits`."""
-        return self._lm_head(self._norm(x_TD))
+        return self.lm_head(self.norm(x_TD))
 
 
-def _make_layer(config: DecoderConfig, layer: int, factory: PartsFactory, backend: PagedBackend[Any]) -> DecoderLayer:
+def make_layer(config: DecoderConfig, layer: int, factory: PartsFactory, backend: PagedBackend[Any]) -> DecoderLayer:
     D, name = config.hidden_size, f"model.layers.{layer}"
     attention: Attention
     if config.mla is not None:

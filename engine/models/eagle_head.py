@@ -91,7 +91,7 @@ class EagleHead:
     ) -> None:
         """See `DraftHead.read`."""
         _, h_TX = self._inputs(token_ids, features_TD)
-        self._attention.project(h_TX, kv, plan, self._rotary.select(positions))
+        self._attention.write(h_TX, kv, plan, self._rotary.select(positions))
 
     def forward(
         self,

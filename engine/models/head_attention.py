@@ -46,9 +46,13 @@ class HeadAttention:
         )
 
     def __call__(self, h_TD: torch.Tensor, kv: torch.Tensor, plan: Any, cos_sin: CosSin) -> torch.Tensor:
-        q_TNH = self.project(h_TD, kv, plan, cos_sin)
+        q_TNH = self._project(h_TD, kv, plan, cos_sin)
         return self.output(self._backend.attend(q_TNH, kv, plan, self.scores))
 
-    def project(self, h_TD: torch.Tensor, kv: torch.Tensor, plan: Any, cos_sin: CosSin) -> torch.Tensor:
+    def write(self, h_TD: torch.Tensor, kv: torch.Tensor, plan: Any, cos_sin: CosSin) -> None:
+        """See `Attention.write`."""
+        self._project(h_TD, kv, plan, cos_sin)
+
+    def _project(self, h_TD: torch.Tensor, kv: torch.Tensor, plan: Any, cos_sin: CosSin) -> torch.Tensor:
         """Write the step's keys and values to the pool. Returns its queries: [T, N, H]."""
         return self._backend.project(self.qkv(h_TD), kv, plan, self.heads, cos_sin)

@@ -65,11 +65,21 @@ class LatentAttention:
 
     def __call__(self, h_TD: torch.Tensor, kv: torch.Tensor, plan: Any, cos_sin: CosSin) -> torch.Tensor:
         mla = self.mla
-        query_latent, latent_TR = self.down(h_TD).split_with_sizes([mla.q_lora_rank, mla.latent_dim], dim=-1)
+        query_latent, latent_TR = self._latents(h_TD)
         query = h_TD if self.query_norm is None else self.query_norm(query_latent)
         q_TX = self.up_query(query)
         o_TNV = self._backend.attend(q_TX, latent_TR, kv, plan, self.heads, cos_sin, mla.softmax_scale)
         return self.output(o_TNV.flatten(1))
+
+    def write(self, h_TD: torch.Tensor, kv: torch.Tensor, plan: Any, cos_sin: CosSin) -> None:
+        """See `Attention.write`."""
+        _, latent_TR = self._latents(h_TD)
+        self._backend.write(latent_TR, kv, plan, self.heads, cos_sin)
+
+    def _latents(self, h_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The queries' latent, [T, q_lora_rank], and [T, R]: latent and key."""
+        query_latent, latent_TR = self.down(h_TD).split_with_sizes([self.mla.q_lora_rank, self.mla.latent_dim], dim=-1)
+        return query_latent, latent_TR
 
 
 def _rows_in_halves(product: WeightAndBias, num_heads: int, mla: LatentConfig) -> WeightAndBias:

@@ -24,6 +24,9 @@ class Attention(Protocol):
     def __call__(self, h_TD: torch.Tensor, kv: torch.Tensor, plan: Any, cos_sin: CosSin) -> torch.Tensor:
         """[T, D] -> [T, D]. `kv`: the layer's part of the pool, into which this writes the step's own KV."""
 
+    def write(self, h_TD: torch.Tensor, kv: torch.Tensor, plan: Any, cos_sin: CosSin) -> None:
+        """Only write the step's own KV."""
+
 
 class FeedForward(Protocol):
     def __call__(self, h_TD: torch.Tensor) -> torch.Tensor:

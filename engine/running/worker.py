@@ -24,7 +24,7 @@ from engine.config import EngineConfig
 from engine.kv_cache import allocate_kv_pool
 from engine.kv_shape import KVCacheShape, kv_cache_shape
 from engine.model_loader import load_model
-from engine.model_loader.settings import naming_the_draft_model
+from engine.model_loader.settings import naming_what_guesses
 from engine.models.model import FeatureSource
 from engine.running.draft_model import DraftModel
 from engine.running.head_drafter import HeadDrafter
@@ -107,7 +107,7 @@ def _load_drafter(
     """Returns None if there is none, or if rank 0 has it: a draft model guesses there for all ranks."""
     if config.draft is None or (config.head is None and group is not None and group.rank):
         return None
-    with naming_the_draft_model(), torch.inference_mode():
+    with naming_what_guesses(config.scheduler.speculation), torch.inference_mode():
         if config.head is not None:
             return HeadDrafter(config, model, group)
         return DraftModel(config.draft, config.model.vocab_size)

@@ -19,7 +19,7 @@ from engine.scheduling.speculation import SpeculativeConfig, propose
 from engine.scheduling.stats import SchedulerStats
 from engine.scheduling.stop_rule import StopRule
 
-PATIENCE = {"ngram": 1, "draft_model": 8, "eagle3": 8}
+PATIENCE = {"ngram": 1, "draft_model": 8, "eagle3": 8, "mtp": 8}
 """See `DraftHistory.note`. What a lookup finds is right or wrong for a while; a model that is right half of the time is
 wrong now and then."""
 
@@ -41,11 +41,9 @@ class Planner(Protocol):
 
 def _planner(config: SchedulerConfig, block_manager: BlockManager) -> Planner | None:
     """None: drafts are looked up."""
-    if config.speculation is None or not config.speculation.model:
+    if config.speculation is None or config.speculation.method == "ngram":
         return None
-    if config.speculation.method == "eagle3":
-        return HeadDrafting(block_manager)
-    return ModelDrafting(config, block_manager)
+    return HeadDrafting(block_manager) if config.speculation.has_head else ModelDrafting(config, block_manager)
 
 
 class Drafting:

@@ -1,4 +1,4 @@
-"""Decides what an EAGLE-3 head computes before a step. Integers only, no torch.
+"""Decides what a head computes before a step. Integers only, no torch.
 
     a decoding sequence ──plan──> DraftPart ──the head guesses──> drafts of the step
 

@@ -1,5 +1,5 @@
 """Speculative decoding: guesses an answer's next tokens, so that one step can produce several of them. Named after
-vLLM's `speculative_config` with the methods `ngram`, `draft_model` and `eagle3`.
+vLLM's `speculative_config` with the methods `ngram`, `draft_model`, `eagle3` and `mtp`.
 
     the tokens so far ──propose──> drafts ──a step computes them behind the last token, and samples after each
     ──the drafts before the first that differs from the sampled token, and one more sampled token, extend the answer
@@ -16,7 +16,8 @@ transformers via speculative decoding, and C. Chen et al. (both 2023); but draft
 model cannot change a token.
 
 `eagle3`: a head of one layer continues it from the model's own hidden states (head_drafting.py,
-engine/models/eagle_head.py), verified in the same way.
+engine/models/eagle_head.py), verified in the same way. `mtp`: so does the head that the model's checkpoint brings along
+(engine/models/mtp_head.py).
 
 Owns nothing. No torch.
 """
@@ -31,6 +32,10 @@ from typing import Any
 
 import numpy as np
 
+NAMING_A_MODEL = ("draft_model", "eagle3")
+"""Methods whose configuration names what guesses."""
+HEADS = ("eagle3", "mtp")
+"""Methods by which a head guesses from the model's hidden states."""
 MAX_DRAFTS = 16
 """Upper bound of the drafts of one sequence in one step."""
 MAX_PAUSE = 32
@@ -50,7 +55,7 @@ class SpeculativeConfig:
     """The draft model, with `draft_model`: a folder, a .gguf file, a hub id or the default model's name. With `eagle3`,
     the head: a folder or a hub id."""
     quantization: str = "auto"
-    """The draft model's or head's, as `EngineArgs.quantization`."""
+    """The draft model's or head's, as `EngineArgs.quantization`. With `mtp`, the head has the model's."""
     prompt_lookup_max: int = 5
     """The most last tokens to look up: longer matches are preferred."""
     prompt_lookup_min: int = 2
@@ -61,7 +66,7 @@ class SpeculativeConfig:
         for name in ("model", "quantization"):
             value = getattr(self, name)
             _check(isinstance(value, str), f"{name} must be a text, is {value!r:.80}")
-        needs_model = self.method != "ngram"
+        needs_model = self.method in NAMING_A_MODEL
         _check(bool(self.model) == needs_model, f"model must {_MODEL_OF[self.method]}, is {self.model!r:.80}")
         is_auto = self.quantization == "auto"
         _check(needs_model or is_auto, f"quantization must be 'auto' without a model, is {self.quantization!r:.80}")
@@ -76,6 +81,11 @@ class SpeculativeConfig:
             _check(is_whole and 1 <= value <= most, f"{name} must be a whole number in [1, {most}], is {value!r}")
         least, most = self.prompt_lookup_min, self.prompt_lookup_max
         _check(least <= most, f"prompt_lookup_min must be at most prompt_lookup_max={most}, is {least}")
+
+    @property
+    def has_head(self) -> bool:
+        """A head guesses from the model's hidden states."""
+        return self.method in HEADS
 
     @classmethod
     def parse(cls, text: str) -> SpeculativeConfig | None:
@@ -102,8 +112,8 @@ class SpeculativeConfig:
 
 def _check_method(method: object) -> None:
     known = (
-        "'ngram' (the text itself is looked up), 'draft_model' (a smaller model guesses) or 'eagle3' (a head of the "
-        "model guesses)"
+        "'ngram' (the text itself is looked up), 'draft_model' (a smaller model guesses), 'eagle3' (a head that was "
+        "trained for the model guesses) or 'mtp' (the head in the model's own checkpoint guesses)"
     )
     _check(isinstance(method, str) and method in _MODEL_OF, f"method must be {known}, is {method!r:.80}")
 
@@ -112,6 +122,7 @@ _MODEL_OF = {
     "ngram": "be empty with the method 'ngram'",
     "draft_model": "name the draft model: a folder, a .gguf file or a hub id",
     "eagle3": "name the EAGLE-3 head: a folder or a hub id",
+    "mtp": "be empty with the method 'mtp', whose head is in the model's checkpoint",
 }
 EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
 

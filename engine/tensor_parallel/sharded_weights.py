@@ -78,5 +78,8 @@ class ShardedWeights(Weights):
     def check_all_taken(self) -> None:
         self._whole.check_all_taken()
 
+    def check_layer_taken(self, layer: int) -> None:
+        self._whole.check_layer_taken(layer)
+
     def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         raise AssertionError("parts are cut out of what the other source has read")

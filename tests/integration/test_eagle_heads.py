@@ -30,6 +30,7 @@ from eagle_cases import (
     write_ring_head,
 )
 from handover import alone, finish, handed_over
+from heads_at_work import agreement, drafted
 from many_endings import BUDGETS, answers_of, prompt_of
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -40,28 +41,11 @@ from engine.models.eagle_config import LAYER_IDS
 from engine.running.executor import RankLost
 from engine.running.head_drafter import HeadDrafter
 from engine.sampling_params import SamplingParams
-from engine.scheduling.sequence import BlockExport, DraftPart
+from engine.scheduling.sequence import BlockExport
 from engine.scheduling.speculation import DraftHistory
 from engine.step_input import StepInput
 
 DRAWN = SamplingParams(temperature=1.0, seed=7, max_tokens=30, ignore_eos=True)
-Drafts = list[tuple[list[int], list[int]]]
-"""Texts, and the guesses after each."""
-
-
-def drafted(engine: LLMEngine) -> Drafts:
-    """Collects, for each draft from now on, the sequence's tokens and the guesses."""
-    collected: Drafts = []
-    draft = engine.executor.draft
-
-    def collecting(parts: list[DraftPart]) -> list[list[int]]:
-        texts = [list(part.seq.token_ids) for part in parts]
-        guessed = draft(parts)
-        collected.extend(zip(texts, guessed, strict=True))
-        return guessed
-
-    engine.executor.draft = collecting  # type: ignore[method-assign]
-    return collected
 
 
 @pytest.fixture
@@ -320,15 +304,3 @@ def test_a_rank_that_ends_within_the_rounds(tmp_path: Path) -> None:
         drafter.on_round = killing
         with pytest.raises(RankLost, match="rank 1 of the engine has ended with SIGKILL"):
             alone(engine, [3, 4, 5], GREEDY)
-
-
-def agreement(found: Drafts, expected: Drafts) -> float:
-    """The share of guesses that are equal, of those after texts for which both have some."""
-    of_text = {tuple(token_ids): guesses for token_ids, guesses in expected}
-    pairs = [
-        (guess, other)
-        for token_ids, guesses in found
-        for guess, other in zip(guesses, of_text.get(tuple(token_ids), []), strict=False)
-    ]
-    assert len(pairs) > 10
-    return sum(guess == other for guess, other in pairs) / len(pairs)

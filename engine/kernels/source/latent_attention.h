@@ -131,6 +131,61 @@ at::Tensor heads_multiplied(const at::Tensor& x, const at::Tensor& weight, const
   return out;
 }
 
+// A step's latents [T, R], before their norm, with what norms them and rotates their keys, and where they go: one layer
+// of the pool, at slot_mapping [T].
+struct StepLatents {
+  const at::Tensor &latent, &cos, &sin, &norm;
+  double eps;
+  const at::Tensor &kv, &slot_mapping;
+
+  int64_t num_tokens() const { return latent.size(0); }
+  int64_t rotated_dim() const { return cos.size(-1); }
+  int64_t latent_dim() const { return norm.numel(); }
+  int64_t key_dim() const { return latent_dim() + rotated_dim(); }
+
+  void check() const {
+    const int64_t T = num_tokens(), P = rotated_dim(), C = latent_dim(), R = key_dim();
+    TORCH_CHECK(cos.is_contiguous() && sin.is_contiguous() && norm.is_contiguous() && kv.is_contiguous(), "contiguous");
+    TORCH_CHECK(latent.stride(1) == 1 && latent.size(1) == R && kv.size(4) == R, "latents and the pool must have C + P numbers");
+    TORCH_CHECK(cos.numel() == T * P && sin.numel() == T * P && slot_mapping.numel() == T, "one row per token");
+    TORCH_CHECK(
+        P % 2 == 0 && R % LANES == 0 && C % LANES == 0 && kv.size(3) % LANES == 0, "16 must divide latents, keys and the block size");
+  }
+
+  // Norms and rotates token t, and stores it. room: R numbers.
+  template <class Table> void store(int64_t t, const Table* c, const Table* s, bf16* room) const {
+    const int64_t C = latent_dim(), P = rotated_dim(), R = C + P, block_size = kv.size(3);
+    const bf16* row = data_of(latent) + t * latent.stride(0);
+    norm_row(row, data_of(norm), float(eps), C, room);
+    rotate_head(row + C, c, s, P, P, room + C);
+    const int64_t slot = slot_mapping.const_data_ptr<int64_t>()[t];
+    bf16* keys = data_of(kv) + slot / block_size * block_size * R + slot % block_size * 2;
+    for (int64_t d = 0; d < R; d += 2) std::memcpy(keys + d * block_size, room + d, 4);
+  }
+
+  // Calls each(t, its cosines, its sines, R numbers of room) for all tokens. work: a token's, in numbers.
+  template <class Each> void for_each_token(int64_t work, Each each) const {
+    const int64_t P = rotated_dim(), R = key_dim();
+    auto with_tables = [&](const auto* c, const auto* s) {
+      at::parallel_for(0, num_tokens(), std::max<int64_t>(1, 16384 / work), [&](int64_t begin, int64_t end) {
+        std::vector<bf16> room(R);
+        for (int64_t t = begin; t < end; t++) each(t, c + t * P, s + t * P, room.data());
+      });
+    };
+    if (cos.scalar_type() == at::kFloat) with_tables(cos.const_data_ptr<float>(), sin.const_data_ptr<float>());
+    else with_tables(data_of(cos), data_of(sin));
+  }
+};
+
+// Norms the latents, rotates their keys, and stores both.
+void store_latents(
+    const at::Tensor& latent, const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& norm, double eps, const at::Tensor& kv,
+    const at::Tensor& slot_mapping) {
+  const StepLatents latents{latent, cos, sin, norm, eps, kv, slot_mapping};
+  latents.check();
+  latents.for_each_token(latents.key_dim(), [&](int64_t t, const auto* c, const auto* s, bf16* room) { latents.store(t, c, s, room); });
+}
+
 // q [T, N * (Q + P)] and latent [T, R], before its norm; up_key: N heads' weights in panels, Q inputs and C outputs.
 // Norms the latents, rotates keys, and stores both in one layer of the pool at slot_mapping [T]. Returns queries
 // [T, N, R]: mapped to the space of latents, and rotated.
@@ -138,37 +193,22 @@ at::Tensor absorb(
     const at::Tensor& q, const at::Tensor& latent, const at::Tensor& cos, const at::Tensor& sin, const at::Tensor& norm,
     double eps, const at::Tensor& up_key, const OfOutputs& up_key_scale, int64_t num_heads, const at::Tensor& kv,
     const at::Tensor& slot_mapping) {
-  const int64_t T = q.size(0), N = num_heads, P = cos.size(-1), Q = q.size(1) / N - P, C = norm.numel(), R = C + P;
-  const int64_t block_size = kv.size(3);
-  TORCH_CHECK(q.is_contiguous() && cos.is_contiguous() && sin.is_contiguous() && norm.is_contiguous() && kv.is_contiguous(), "contiguous");
-  TORCH_CHECK(latent.stride(1) == 1 && latent.size(0) == T && latent.size(1) == R && kv.size(4) == R, "latents and the pool must have C + P numbers");
-  TORCH_CHECK(q.size(1) == N * (Q + P) && cos.numel() == T * P && sin.numel() == T * P && slot_mapping.numel() == T, "one row per token");
-  TORCH_CHECK(P % 2 == 0 && R % LANES == 0 && C % LANES == 0 && block_size % LANES == 0, "16 must divide latents, keys and the block size");
+  const StepLatents latents{latent, cos, sin, norm, eps, kv, slot_mapping};
+  latents.check();
+  const int64_t T = q.size(0), N = num_heads, P = latents.rotated_dim(), Q = q.size(1) / N - P, C = latents.latent_dim(), R = C + P;
+  TORCH_CHECK(q.is_contiguous() && q.size(1) == N * (Q + P) && T == latents.num_tokens(), "queries: one row per token, contiguous");
   check_heads(up_key, up_key_scale, N, Q, C);
   at::Tensor out = at::empty({T, N, R}, q.options()), without_positions = at::empty({N, T, Q}, q.options());
-  bf16 *to = data_of(out), *plain = data_of(without_positions), *pool = data_of(kv);
-  const bf16 *from = data_of(q), *latents = data_of(latent), *weight = data_of(norm);
-  const int64_t *slots = slot_mapping.data_ptr<int64_t>(), latent_stride = latent.stride(0);
-  auto all_rows = [&](const auto* cp, const auto* sp) {
-    at::parallel_for(0, T, std::max<int64_t>(1, 16384 / (N * (Q + P))), [&](int64_t begin, int64_t end) {
-      std::vector<bf16> stored(R);
-      for (int64_t t = begin; t < end; t++) {
-        const auto *c = cp + t * P, *s = sp + t * P;
-        const bf16* row = latents + t * latent_stride;
-        norm_row(row, weight, float(eps), C, stored.data());
-        rotate_head(row + C, c, s, P, P, stored.data() + C);
-        bf16* keys = pool + slots[t] / block_size * block_size * R + slots[t] % block_size * 2;
-        for (int64_t d = 0; d < R; d += 2) std::memcpy(keys + d * block_size, stored.data() + d, 4);
-        for (int64_t n = 0; n < N; n++) {
-          const bf16* head = from + (t * N + n) * (Q + P);
-          std::memcpy(plain + (n * T + t) * Q, head, Q * sizeof(bf16));
-          rotate_head(head + Q, c, s, P, P, to + (t * N + n) * R + C);
-        }
-      }
-    });
-  };
-  if (cos.scalar_type() == at::kFloat) all_rows(cos.const_data_ptr<float>(), sin.const_data_ptr<float>());
-  else all_rows(data_of(cos), data_of(sin));
+  bf16 *to = data_of(out), *plain = data_of(without_positions);
+  const bf16* from = data_of(q);
+  latents.for_each_token(N * (Q + P), [&](int64_t t, const auto* c, const auto* s, bf16* room) {
+    latents.store(t, c, s, room);
+    for (int64_t n = 0; n < N; n++) {
+      const bf16* head = from + (t * N + n) * (Q + P);
+      std::memcpy(plain + (n * T + t) * Q, head, Q * sizeof(bf16));
+      rotate_head(head + Q, c, s, P, P, to + (t * N + n) * R + C);
+    }
+  });
   multiply_heads(plain, T, N, up_key, up_key_scale, {to, N * R, R, C});
   return out;
 }

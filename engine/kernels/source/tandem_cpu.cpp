@@ -112,6 +112,9 @@ TORCH_LIBRARY(tandem_cpu, m) {
       &paged_attention);
   m.def("multiply_heads(Tensor x, Tensor weight, Tensor? scale, int num_outputs) -> Tensor", &heads_multiplied);
   m.def(
+      "store_latents(Tensor latent, Tensor cos, Tensor sin, Tensor norm, float eps, Tensor(a!) kv, Tensor slot_mapping) -> ()",
+      &store_latents);
+  m.def(
       "absorb(Tensor q, Tensor latent, Tensor cos, Tensor sin, Tensor norm, float eps, Tensor up_key, Tensor? up_key_scale, "
       "int num_heads, Tensor(a!) kv, Tensor slot_mapping) -> Tensor",
       &absorb);
