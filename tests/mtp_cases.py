@@ -23,9 +23,19 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 NUM_LAYERS = 3
 """Of the model; the head's comes after them."""
+OF_LATENTS = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+OF_HEADS = {name: value for name, value in SIZES.items() if name not in OF_LATENTS}
 CONFIGS: dict[str, Any] = {
     "DeepseekV3": lambda: transformers.DeepseekV3Config(
         **SIZES, num_hidden_layers=NUM_LAYERS + 1, first_k_dense_replace=1, n_group=2, topk_group=1
+    ),
+    "Glm4Moe": lambda: transformers.Glm4MoeConfig(
+        **OF_HEADS | {"num_key_value_heads": 2},
+        num_hidden_layers=NUM_LAYERS + 1,
+        head_dim=32,
+        attention_bias=True,
+        use_qk_norm=True,
+        num_mtp_layers=0,
     ),
     "Glm4MoeLite": lambda: transformers.Glm4MoeLiteConfig(
         **SIZES,

@@ -229,7 +229,7 @@ def compat_digest(
     follow_from_the_rest = ("products", "adaptable", "siblings", "splits", "num_fixed_expert_tensors", "expert_sizes")
     for name in follow_from_the_rest:
         architecture.pop(name, None)
-    for name in ("recurrent_layers", "head_shapes", "pool_layers"):
+    for name in ("recurrent_layers", "head_shapes", "pool_layers", "num_unrotated"):
         if not architecture.get(name):
             architecture.pop(name, None)  # as in versions that knew no such layers
     # Ranks add up in another order than a single device, and their blocks hold other heads.

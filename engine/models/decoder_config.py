@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from engine.models.deepseek_config import (
+    GLM_DEFAULTS,
     GLM_LITE_DEFAULTS,
     V2_DEFAULTS,
     V3_DEFAULTS,
@@ -28,7 +29,7 @@ from engine.models.experts_config import (
 )
 from engine.models.hf_fields import flag, integer, number, one_of
 from engine.models.model_shape import ModelShape
-from engine.models.rope_config import RopeConfig
+from engine.models.rope_config import RopeConfig, rotated_part
 
 MOST_LAYERS = 1024
 MOST_HEAD_DIM = 4096
@@ -44,8 +45,13 @@ class Architecture:
     has_qkv_bias: bool = False
     """Regardless of `attention_bias`; the output projection then has no bias."""
     has_attention_bias_field: bool = False
+    has_output_bias: bool = True
+    """`attention_bias` also means the output projection."""
     has_mlp_bias_field: bool = False
-    has_qk_norm: bool = False
+    has_qk_norm: bool | None = False
+    """None: `use_qk_norm` says so."""
+    rotated_part: float = 1.0
+    """Of a head, unless `partial_rotary_factor` says otherwise; 1: it must not."""
     head_dim: int | None = None
     """Default if config.json gives none; None: hidden_size / num_attention_heads."""
     num_kv_heads: int | None = None
@@ -94,6 +100,10 @@ ARCHITECTURES = {
         has_attention_bias_field=True, has_latents=True, experts=glm_lite_experts, max_positions=202752,
         defaults=GLM_LITE_DEFAULTS,
     ),
+    "Glm4MoeForCausalLM": Architecture(
+        has_attention_bias_field=True, has_output_bias=False, has_qk_norm=None, rotated_part=0.5, num_kv_heads=8,
+        experts=partial(deepseek_experts, scoring="sigmoid"), max_positions=131072, defaults=GLM_DEFAULTS,
+    ),
     "YoutuForCausalLM": Architecture(
         has_attention_bias_field=True, has_latents=True, max_positions=131072, defaults=YOUTU_DEFAULTS,
     ),
@@ -116,6 +126,8 @@ class DecoderConfig(ModelShape):
     rope: RopeConfig
     sliding_windows: tuple[int, ...]
     """Per layer: a token sees itself and this many minus one before it; 0 means all."""
+    num_unrotated: int = 0
+    """Numbers at the end of a head that have no rotary positions. 0 with latent attention, which has its own fields."""
     num_nextn_predict_layers: int = 0
     """Further layers of the checkpoint, for multi-token prediction. They are not computed."""
 
@@ -125,7 +137,7 @@ class DecoderConfig(ModelShape):
 
     @property
     def rotary_dim(self) -> int:
-        return self.head_dim if self.mla is None else self.mla.qk_rope_head_dim
+        return self.head_dim - self.num_unrotated if self.mla is None else self.mla.qk_rope_head_dim
 
     @staticmethod
     def from_hf(name: str, hf_config: dict[str, Any]) -> DecoderConfig:
@@ -137,6 +149,7 @@ class DecoderConfig(ModelShape):
         one_of(hf_config, "hidden_act", ("silu",))
         max_positions = integer(hf_config, "max_position_embeddings", default=arch.max_positions)
         rope = RopeConfig.from_hf(hf_config, max_positions)
+        part = rotated_part(hf_config, arch.rotated_part)
         mla = moe = None
         if arch.has_latents:
             mla = LatentConfig.from_hf(hf_config, rope, always_interleaves=arch.always_interleaves_rope)
@@ -155,12 +168,13 @@ class DecoderConfig(ModelShape):
             rms_norm_eps=number(hf_config, "rms_norm_eps", least=0, default=1e-6),
             max_positions=max_positions,
             has_qkv_bias=arch.has_qkv_bias or has_attention_bias,
-            has_output_bias=has_attention_bias,
+            has_output_bias=has_attention_bias and arch.has_output_bias,
             has_mlp_bias=arch.has_mlp_bias_field and flag(hf_config, "mlp_bias"),
-            has_qk_norm=arch.has_qk_norm,
+            has_qk_norm=flag(hf_config, "use_qk_norm") if arch.has_qk_norm is None else arch.has_qk_norm,
             ties_embeddings=flag(hf_config, "tie_word_embeddings"),
             rope=rope,
             sliding_windows=_sliding_windows(arch, hf_config, num_layers),
+            num_unrotated=0 if mla is not None else head_dim - _num_rotated(head_dim, part),
             mla=mla,
             moe=moe,
             num_nextn_predict_layers=_num_nextn_predict_layers(arch, hf_config),
@@ -168,7 +182,18 @@ class DecoderConfig(ModelShape):
 
 
 def _num_nextn_predict_layers(arch: Architecture, hf_config: dict[str, Any]) -> int:
-    return integer(hf_config, "num_nextn_predict_layers", least=0, default=0) if arch.has_latents else 0
+    has_field = arch.has_latents or "num_nextn_predict_layers" in arch.defaults
+    return integer(hf_config, "num_nextn_predict_layers", least=0, default=0) if has_field else 0
+
+
+def _num_rotated(head_dim: int, part: float) -> int:
+    num_rotated = int(head_dim * part)
+    if num_rotated % 2 or not num_rotated:
+        raise ValueError(
+            f"config.json: partial_rotary_factor={part:g} must mean an even number of head_dim={head_dim}, "
+            f"is {num_rotated}"
+        )
+    return num_rotated
 
 
 def _heads(arch: Architecture, hf_config: dict[str, Any]) -> tuple[int, int]:

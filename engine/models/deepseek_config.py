@@ -1,4 +1,5 @@
-"""Latent attention, as DeepSeek-V2 and V3, GLM 4.7 Flash and Youtu-LLM have it, read from config.json. No torch.
+"""Latent attention, as DeepSeek-V2 and V3, GLM 4.7 Flash and Youtu-LLM have it, read from config.json; and defaults of
+models that have something of these. No torch.
 
 DeepSeek-AI, "DeepSeek-V2", 2024 (arXiv 2405.04434), section 2.1; "DeepSeek-V3 Technical Report", 2024
 (arXiv 2412.19437), section 2.1. Fields and their defaults are those of transformers' configuration classes.
@@ -28,6 +29,12 @@ GLM_LITE_DEFAULTS: dict[str, Any] = {
     "n_routed_experts": 64, "n_shared_experts": 1, "moe_intermediate_size": 1536, "routed_scaling_factor": 1.8,
     "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 4, "rms_norm_eps": 1e-5,
 }  # fmt: skip
+GLM_DEFAULTS: dict[str, Any] = {
+    "n_routed_experts": 128, "n_shared_experts": 1, "moe_intermediate_size": 1408, "routed_scaling_factor": 1.0,
+    "norm_topk_prob": True, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 1,
+    "rms_norm_eps": 1e-5, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+"""Of GLM 4.5 to 4.7, which have DeepSeek-V3's experts, but attention to keys and values of heads."""
 YOUTU_DEFAULTS: dict[str, Any] = {
     "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
     "tie_word_embeddings": True,

@@ -35,11 +35,9 @@ class RopeConfig:
 
     @staticmethod
     def from_hf(hf_config: dict[str, Any], max_positions: int) -> RopeConfig:
-        parameters = section(hf_config, "rope_scaling") | section(hf_config, "rope_parameters")
-        of_either = {name: hf_config.get(name) for name in ("rope_theta", "partial_rotary_factor")} | parameters
+        parameters = _parameters(hf_config)
         rope_type = one_of(parameters, "rope_type" if "rope_type" in parameters else "type", ROPE_TYPES)
-        one_of(of_either, "partial_rotary_factor", (1.0,))
-        theta = positive(of_either, "rope_theta", default=10000.0)
+        theta = positive({"rope_theta": hf_config.get("rope_theta")} | parameters, "rope_theta", default=10000.0)
         original = integer(parameters, "original_max_position_embeddings", default=max_positions)
         if rope_type == "yarn":
             return _yarn(parameters, theta, original, max_positions)
@@ -52,6 +50,22 @@ class RopeConfig:
                 f"is {fields['high_freq_factor']:g}"
             )
         return RopeConfig(theta=theta, rope_type=rope_type, original_max_positions=original, **fields)
+
+
+def rotated_part(hf_config: dict[str, Any], default: float) -> float:
+    """Which part of a head is rotated: its first numbers. `default`: the architecture's; if it is 1, no other part is
+    supported."""
+    fields = {"partial_rotary_factor": hf_config.get("partial_rotary_factor")} | _parameters(hf_config)
+    if default == 1.0:
+        return float(one_of(fields, "partial_rotary_factor", (1.0,)))
+    part = positive(fields, "partial_rotary_factor", default=default)
+    if part > 1:
+        raise ValueError(f"config.json: partial_rotary_factor must be at most 1, is {part:g}")
+    return part
+
+
+def _parameters(hf_config: dict[str, Any]) -> dict[str, Any]:
+    return section(hf_config, "rope_scaling") | section(hf_config, "rope_parameters")
 
 
 def _check_has(parameters: dict[str, Any], rope_type: str, names: tuple[str, ...]) -> None:

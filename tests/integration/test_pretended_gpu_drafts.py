@@ -132,6 +132,29 @@ def test_the_rounds_of_an_eagle_head_are_replays(
     assert drafting.stats.num_accepted_tokens == drafting.stats.num_draft_tokens > 6
 
 
+def test_the_rounds_of_the_models_own_head_are_replays(
+    gpu: PretendGpu,
+    nums_replayed: list[int],
+    launches: list[SchedulerOutput],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A layer with experts over latents."""
+    monkeypatch.setattr(DraftHistory, "num_wanted", lambda self, length: 3)
+    config = EXPERTS | {"num_nextn_predict_layers": 1}
+    guessing = json.dumps({"method": "mtp", "num_speculative_tokens": 3})
+    settings = SMALL | {"dtype": "bfloat16", "max_num_seqs": 1}
+    drafting = make_engine(tmp_path, config, speculative_config=guessing, **settings)
+    assert drafting.config.device.uses_graphs
+    launches.clear()
+    nums_replayed.clear()
+    prompt, params = [7, 9, 11] * 4, replace(GREEDY, max_tokens=8)
+    answer = alone(drafting, prompt, params)
+    assert drafting.stats.num_draft_tokens >= 12
+    assert len(nums_replayed) == len(launches) - 1
+    assert answer == alone(make_engine(tmp_path, config, **settings | IN_TURN), prompt, params)
+
+
 def test_an_eagle_head_over_transformers_code(
     gpu: PretendGpu, nums_replayed: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -217,3 +217,16 @@ def test_latents_that_do_not_fit_are_refused(changes: dict[str, Any], message: s
     torch.ops.tandem_cpu.absorb(*given.values())
     with pytest.raises(RuntimeError, match=message):
         torch.ops.tandem_cpu.absorb(*(given | changes).values())
+
+
+def test_latents_alone_are_written_as_with_queries() -> None:
+    case = HeadsCase([(21, 1), (0, 5), (3, 30)], dtype=BFLOAT16, **SMALL)
+    heads, backend = in_panels(case.heads), CpuLatentAttention()
+    plan, pool = backend.prepare(case.layout), to_paired(case.kv)
+    attended, alone = pool.clone(), pool.clone()
+    backend.attend(case.q_TX, case.new_latents, attended, plan, heads, case.cos_sin, 1.0)
+    backend.write(case.new_latents, alone, plan, heads, case.cos_sin)
+    assert torch.equal(alone.view(torch.int16), attended.view(torch.int16))
+    assert not torch.equal(alone.view(torch.int16), pool.view(torch.int16))
+    with pytest.raises(RuntimeError, match="one row per token"):
+        backend.write(case.new_latents[:-1], alone, plan, heads, case.cos_sin)

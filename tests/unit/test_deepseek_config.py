@@ -14,6 +14,7 @@ from engine.models import load_decoder_config, load_model_shape
 GLM = {name: value for name, value in V3.items() if name != "first_k_dense_replace"} | {
     "architectures": ["Glm4MoeLiteForCausalLM"]
 }
+GLM_4_5 = V3 | {"architectures": ["Glm4MoeForCausalLM"], "num_key_value_heads": 2, "n_group": 1, "topk_group": 1}
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,12 @@ GLM = {name: value for name, value in V3.items() if name != "first_k_dense_repla
         (GLM, {"mlp_layer_types": "dense"}, "mlp_layer_types must have 3 entries, .* is 'dense'"),
         (GLM, {"first_k_dense_replace": 2}, "first_k_dense_replace 2 is not supported; known: 1"),
         (GLM, {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported; known: 1.0"),
+        (GLM_4_5, {"partial_rotary_factor": 1.5}, "partial_rotary_factor must be at most 1, is 1.5"),
+        (GLM_4_5, {"partial_rotary_factor": 0}, "partial_rotary_factor must be above 0, is 0"),
+        (GLM_4_5, {"partial_rotary_factor": 0.4}, "factor=0.4 must mean an even number of head_dim=8, is 3"),
+        (GLM_4_5, {"rope_scaling": {"type": "yarn", "factor": 2, "partial_rotary_factor": 0.1}}, "head_dim=8, is 0"),
+        (GLM_4_5, {"use_qk_norm": "yes"}, "use_qk_norm must be true or false, is 'yes'"),
+        (GLM_4_5, {"num_nextn_predict_layers": -1}, "num_nextn_predict_layers must be an integer of at least 0"),
     ],
 )
 def test_config_json_that_cannot_be_served(base: dict[str, Any], changes: dict[str, Any], message: str) -> None:
@@ -64,6 +71,7 @@ def test_absent_fields_are_those_of_transformers() -> None:
         ("DeepseekV2", transformers.DeepseekV2Config),
         ("DeepseekV3", transformers.DeepseekV3Config),
         ("Glm4MoeLite", transformers.Glm4MoeLiteConfig),
+        ("Glm4Moe", transformers.Glm4MoeConfig),
         ("Youtu", transformers.YoutuConfig),
     ):
         given = {"num_experts_per_tok": 6} if name == "DeepseekV2" else {}
@@ -72,6 +80,21 @@ def test_absent_fields_are_those_of_transformers() -> None:
         needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         least = named | given | {field: whole[field] for field in needed}
         assert load_decoder_config(least) == load_decoder_config(whole | named)
+
+
+def test_a_checkpoint_of_glm_4_5_air() -> None:
+    """The fields of its config.json that matter."""
+    config = load_decoder_config({
+        "architectures": ["Glm4MoeForCausalLM"], "vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 10944,
+        "moe_intermediate_size": 1408, "num_hidden_layers": 46, "num_attention_heads": 96, "num_key_value_heads": 8,
+        "head_dim": 128, "n_shared_experts": 1, "n_routed_experts": 128, "routed_scaling_factor": 1.0, "n_group": 1,
+        "topk_group": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 1, "norm_topk_prob": True,
+        "hidden_act": "silu", "max_position_embeddings": 131072, "num_nextn_predict_layers": 1, "rope_theta": 1000000,
+        "rope_scaling": None, "partial_rotary_factor": 0.5, "attention_bias": True, "use_qk_norm": False,
+        "rms_norm_eps": 1e-05, "tie_word_embeddings": False,
+    })  # fmt: skip
+    assert (config.num_kv_heads, config.head_dim, config.rotary_dim, config.num_nextn_predict_layers) == (8, 128, 64, 1)
+    assert (config.has_qkv_bias, config.has_output_bias, config.has_qk_norm) == (True, False, False)
 
 
 def test_dense_layers_alone_need_no_experts() -> None:

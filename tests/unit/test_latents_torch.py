@@ -58,6 +58,9 @@ def assert_unfolded(case: HeadsCase, tolerance: float = 1e-5, max_bytes: int = 1
     assert isinstance(plan, MixedTorchPlan)
     actual = backend.attend(case.q_TX, case.new_latents, kv, plan, case.heads, case.cos_sin, case.scale)
     torch.testing.assert_close(actual.double(), case.expected_of(kv), rtol=tolerance, atol=tolerance)
+    alone = case.kv.clone()
+    backend.write(case.new_latents, alone, plan, case.heads, case.cos_sin)
+    torch.testing.assert_close(alone, kv, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("block_size", [4, 16])

@@ -47,6 +47,9 @@ DEEPSEEK: dict[str, Any] = SMALL | {
     "rms_norm_eps": 1e-2,  # unlike that of the latents' norms
 }
 OF_GLM_LITE = {name: value for name, value in DEEPSEEK.items() if name != "first_k_dense_replace"}
+OF_GLM: dict[str, Any] = SMALL | {
+    "head_dim": 16, "n_routed_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 24,
+}  # fmt: skip
 OF_YOUTU = {name: value for name, value in OF_GLM_LITE.items() if "expert" not in name and "moe" not in name}
 EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "original_max_position_embeddings": 16}
@@ -97,6 +100,17 @@ CONFIGS: dict[str, Any] = {
     "mixtral": lambda: transformers.MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2),
     "mixtral-sliding": lambda: transformers.MixtralConfig(
         **SMALL, num_local_experts=6, num_experts_per_tok=3, sliding_window=7
+    ),
+    "glm-4.5": lambda: transformers.Glm4MoeConfig(
+        **OF_GLM, attention_bias=True, num_mtp_layers=0, routed_scaling_factor=1.7
+    ),
+    "glm-4.6-norms-groups-yarn": lambda: transformers.Glm4MoeConfig(
+        **OF_GLM,
+        use_qk_norm=True,
+        n_group=4,
+        topk_group=2,
+        norm_topk_prob=False,
+        rope_parameters=YARN | {"partial_rotary_factor": 0.25},
     ),
     "qwen3-bias-sliding": lambda: transformers.Qwen3Config(
         **SMALL, head_dim=16, attention_bias=True, use_sliding_window=True, sliding_window=5, max_window_layers=2

@@ -122,9 +122,12 @@ def project(case: LatentCase, *, uses_triton: bool, largest: float = 1.0) -> tup
     heads = LatentProjection(RMSNorm(weight * largest, 1e-3), HeadProducts(up_key), HeadProducts(up_key.mT))
     plain = TorchLatentAttention(kv_lora_rank=C, latent_dim=C + P, block_size=case.block_size, device=DEVICE)
     backend: Any = backend_of(case) if uses_triton else plain
-    kv = case.kv.clone().to(DEVICE)
+    kv, alone = (case.kv.clone().to(DEVICE) for _ in range(2))
     cos_sin = rotary.select(torch.arange(len(q), device=DEVICE) * 5)
-    queries = backend.project(q, wide[:, 7:], kv, backend.prepare(case.layout), heads, cos_sin)
+    plan = backend.prepare(case.layout)
+    queries = backend.project(q, wide[:, 7:], kv, plan, heads, cos_sin)
+    backend.write(wide[:, 7:], alone, plan, heads, cos_sin)
+    assert torch.equal(alone.view(torch.uint8), kv.view(torch.uint8)), "without queries, the pool is the same"
     return queries.cpu(), kv.cpu()
 
 

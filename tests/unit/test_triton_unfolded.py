@@ -46,8 +46,12 @@ def attend(case: HeadsCase, backend: TritonLatentAttention) -> tuple[torch.Tenso
 
 
 def assert_unfolded(case: HeadsCase, **settings: Any) -> MixedTritonPlan:
-    out, kv, plan = attend(case, backend_of(case, **settings))
+    backend = backend_of(case, **settings)
+    out, kv, plan = attend(case, backend)
     assert isinstance(plan, MixedTritonPlan)
+    alone = case.kv.clone().to(DEVICE)
+    backend.write(case.new_latents.to(DEVICE), alone, plan, case.heads, case.cos_sin)
+    torch.testing.assert_close(alone.cpu(), kv, rtol=0, atol=0, equal_nan=True)
     tolerance = TOLERANCES[case.q.dtype]
     torch.testing.assert_close(out.double(), case.expected_of(kv), rtol=tolerance, atol=tolerance)
     return plan
