@@ -5,9 +5,9 @@ Report", 2024 (arXiv 2412.19437), section 2.2, multi-token prediction (MTP); GLM
     token t and the feature of the token before t ──norms, eh_proj──> one more layer of the model ──norm──> h
     h ──the model's lm_head──> logits of the token after t; h is also the feature of t, if t is a guess
 
-A feature is normed twice: by the model's last norm (that of a guess by the head's), and by the head's norm of features.
-So do the code that comes with DeepSeek's checkpoints, transformers (`MtpModel`), SGLang, and vLLM since its pull request
-45895.
+A feature is normed twice: by the model's last norm (that of a guess by the head's last), and by the head's norm of
+features. So do the code that comes with DeepSeek's checkpoints, transformers (`MtpModel`), SGLang, and vLLM since its
+pull request 45895.
 
 Its keys and values are one more layer of the model's pool, as those of an EAGLE-3 head are (eagle_head.py). The first
 token of a sequence has no feature, which counts as zeros.

@@ -190,6 +190,7 @@ def test_ranks_guess_what_one_rank_guesses(deepseek: Path) -> None:
     assert agreement(found, expected) == 1.0
 
 
+@pytest.mark.slow
 def test_ranks_on_the_cpu_kernels(deepseek: Path) -> None:
     """Their tokens are those without guesses."""
     answers = []

@@ -87,6 +87,7 @@ def test_a_draft_model_changes_no_answer(gpu: PretendGpu, tmp_path: Path, expect
     assert engine.stats.num_accepted_tokens > 10
 
 
+@pytest.mark.slow
 def test_the_pool_leaves_room_for_the_draft_models(gpu: PretendGpu, tmp_path: Path, expected: Answers) -> None:
     """It has as many blocks; each takes memory in both pools."""
     guessing = guessing_with(tmp_path / "draft", CONFIG | {"num_hidden_layers": 5, "vocab_size": 70})
@@ -228,7 +229,7 @@ def test_too_large_a_model_is_said_to_be(tmp_path: Path) -> None:
         pytest.param(CONFIG, {"kv_cache_dtype": "fp8", "quantization": "int8"}, id="8 bits", marks=pytest.mark.slow),
         pytest.param(V3, {}, id="deepseek", marks=pytest.mark.slow),
         pytest.param(GEMMA2, {}, id="by transformers' code", marks=pytest.mark.slow),  # blocks as llama's
-        pytest.param(QWEN3_5, {"max_num_batched_tokens": 64}, id="states"),
+        pytest.param(QWEN3_5, {"max_num_batched_tokens": 64}, id="states", marks=pytest.mark.slow),
     ],
 )
 def test_one_prefills_and_another_decodes(
@@ -248,6 +249,7 @@ def test_one_prefills_and_another_decodes(
         assert engine.audit()[1] == []
 
 
+@pytest.mark.slow
 def test_prompts_go_on_from_snapshots_a_step_ahead(
     gpu: PretendGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,7 +283,7 @@ def test_prompts_go_on_from_snapshots_a_step_ahead(
 @pytest.mark.parametrize(
     "form",
     [
-        "float channel",
+        pytest.param("float channel", marks=pytest.mark.slow),
         pytest.param("int channel", marks=pytest.mark.slow),
         pytest.param("fp8 blocks, powers of two", marks=pytest.mark.slow),
     ],

@@ -165,6 +165,7 @@ def test_each_rank_reads_weights_and_adapters_to_its_own_gpu(tmp_path: Path, for
     assert len(told) == GREEDY.max_tokens
 
 
+@pytest.mark.slow
 def test_adapters_that_come_go_to_each_rank_s_own_gpu(tmp_path: Path) -> None:
     """The threads that read adapters have selected their rank's GPU."""
     config = LORA_CONFIG | {"eos_token_id": 1}

@@ -147,7 +147,9 @@ async def test_what_the_models_code_rules_out_is_refused_before_anything_is_star
         await Cluster(ClusterArgs(engine=EngineArgs(model=str(tmp_path), device="cpu", **settings))).start()
 
 
-@pytest.mark.parametrize(("config", "expected"), [(LFM2, True), (GEMMA2, False), ({}, False)])
+@pytest.mark.parametrize(
+    ("config", "expected"), [(LFM2, True), pytest.param(GEMMA2, False, marks=pytest.mark.slow), ({}, False)]
+)
 async def test_whether_layers_keep_a_state(tmp_path: Path, config: dict[str, Any], expected: bool) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert await has_states(EngineArgs(load_format="dummy"), tmp_path) is expected

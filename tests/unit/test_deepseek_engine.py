@@ -164,13 +164,21 @@ def test_the_same_tokens_however_the_work_is_divided(quantization: str, tmp_path
 
 
 def test_the_same_tokens_from_ranks_whatever_the_chunks(tmp_path: Path) -> None:
-    """Their layers are not one call."""
-    answers = []
-    for settings in ({}, {"prefill_chunk_tokens": 7}):
-        config = config_of(tmp_path, V3 | FOR_CPU_KERNELS, tensor_parallel_size=2, **ON_CPU_KERNELS | settings)
-        with closing(LLMEngine(config)) as engine:
-            answers.append(alone(engine))
-    assert answers[0] == answers[1]
+    """Their layers are not one call. A prompt is computed as a whole, then beside others, in steps that have room for a
+    part of it."""
+    settings = ON_CPU_KERNELS | {"max_num_batched_tokens": 32, "max_num_seqs": 4, "enable_prefix_caching": False}
+    config = config_of(tmp_path, V3 | FOR_CPU_KERNELS, tensor_parallel_size=2, **settings)
+    with closing(LLMEngine(config)) as engine:
+        expected = alone(engine)
+        for number in range(3):
+            engine.add_request(str(number), PROMPT[number:] if number < 2 else PROMPT, GREEDY)
+        num_steps, tokens = 0, list[int]()
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+            num_steps += not tokens
+            tokens += [token for output in outputs if output.request_id == "2" for token in output.token_ids]
+    assert num_steps > 2, "in chunks"
+    assert tokens == expected
 
 
 @pytest.mark.parametrize("form", ["int channel", "int tensor"])
