@@ -31,6 +31,7 @@ from tandem.beam_search import BeamSearches, BeamSearchOutput, check_beam_search
 from tandem.between_steps import BetweenSteps
 from tandem.checks import check_text
 from tandem.lora_request import LoRARequest, named_requests
+from tandem.metrics import Metric, metrics_of
 from tandem.offline_answer import CompletionOutput, Logprob, OfflineAnswer, OfflineRequest, RequestOutput
 from tandem.offline_chat import ChatRendering, Message, named_conversations, template_variables, tools_for
 from tandem.offline_inputs import AdapterOfEach, OfflineInputs, ParamsOfEach
@@ -94,6 +95,10 @@ class LLM:
         `eos_token_id`. This LLM itself uses its own tokenizer, which gives the same tokens and texts. Raises
         `ValueError` if the tokenizer is code in the checkpoint."""
         return self._inputs.callers_tokenizer()
+
+    def get_metrics(self) -> list[Metric]:
+        """What the engine has counted since it began (tandem/metrics.py)."""
+        return metrics_of(self.llm_engine.stats, self.config.model.served_model_name)
 
     def generate(
         self,

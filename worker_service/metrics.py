@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.scheduling.stats import SchedulerStats
+from engine.scheduling.stats import COUNTERS, SchedulerStats
 from protos import tandem_worker_pb2 as pb
 from protos.tandem_inference_pb2 import KVTransferStats
 from worker_service.role import TransferCounters
@@ -97,17 +97,9 @@ class WorkerMetrics(Collector):
         yield self._gauge("num_grants", "Open grants: blocks reserved for KV transfers.", counters.num_grants)
         yield self._gauge("is_draining", "1 while the worker drains.", load.is_draining)
         yield self._gauge("is_stalled", "1 while the engine is stuck in a step.", load.is_stalled)
+        for counter in COUNTERS:
+            yield self._counter(counter.name, counter.about, getattr(stats, counter.field))
         for name, help_text, value in (
-            ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.num_prefix_queries_tokens),
-            ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.num_prefix_hits_tokens),
-            ("num_preemptions", "Sequences preempted to free KV blocks.", stats.num_preemptions),
-            ("engine_steps", "Steps of the engine.", stats.num_steps),
-            ("engine_seconds", "Seconds in steps of the engine.", stats.seconds_in_steps),
-            ("computed_prompt_tokens", "Prompt tokens computed here.", stats.num_prompt_tokens),
-            ("computed_generation_tokens", "Tokens generated here.", stats.num_generation_tokens),
-            ("spec_decode_num_drafts", "Speculative drafts.", stats.num_drafts),
-            ("spec_decode_num_draft_tokens", "Speculative tokens proposed.", stats.num_draft_tokens),
-            ("spec_decode_num_accepted_tokens", "Speculative tokens accepted.", stats.num_accepted_tokens),
             ("grants", "Grants given.", counters.num_grants_issued),
             ("expired_leases", "Grants whose lease expired.", counters.num_expired_leases),
             ("late_writes", "Blocks dropped because their grant had ended.", counters.num_late_writes),
@@ -122,10 +114,8 @@ class WorkerMetrics(Collector):
             "Speculative tokens accepted, by their place among the drafts of a sequence in a step.",
             labels=[*LABELS, "position"],
         )
-        nums = self._stats.num_accepted_per_pos
-        # Not those beyond what was ever right: a step may have fewer drafts than the most.
-        for position in range(max((place + 1 for place, num in enumerate(nums) if num), default=1)):
-            accepted.add_metric([*self._labels, str(position)], nums[position])
+        for position in range(self._stats.num_positions_right):
+            accepted.add_metric([*self._labels, str(position)], self._stats.num_accepted_per_pos[position])
         return accepted
 
     def _of_offloading(self, host_blocks: pb.HostLedger) -> Iterable[Metric]:

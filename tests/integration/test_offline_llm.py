@@ -22,6 +22,7 @@ from engine.outputs import Logprob as StepLogprob
 from engine.outputs import RequestOutput as StepOutput
 from router.text.tokenizer import Tokenizer
 from tandem import LLM, SamplingParams, StructuredOutputsParams, TextPrompt, TokensPrompt
+from tandem.metrics import Counter
 from tandem.offline_answer import OfflineRequest
 from tandem.prompts import ReadPrompt
 
@@ -41,6 +42,16 @@ def test_text_token_ids_and_lists_of_either(llm: LLM) -> None:
     assert from_ids.prompt is None
     several = llm.generate([from_text.prompt, "Once upon a time"], GREEDY)
     assert from_text.outputs[0] == from_ids.outputs[0] == several[0].outputs[0] != several[1].outputs[0]
+
+
+def test_what_the_engine_has_counted(llm: LLM) -> None:
+    def counted() -> dict[str, float]:
+        return {each.name: each.value for each in llm.get_metrics() if isinstance(each, Counter)}
+
+    before = counted()
+    llm.generate("The capital of France is", GREEDY)
+    assert counted()["tandem:computed_generation_tokens"] - before["tandem:computed_generation_tokens"] == 12
+    assert {each.labels["model_name"] for each in llm.get_metrics()} == {llm.config.model.served_model_name}
 
 
 def test_prompts_in_vllms_dicts_and_in_arrays(llm: LLM) -> None:

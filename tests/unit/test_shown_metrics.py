@@ -12,7 +12,7 @@ import pytest
 from lifecycle_bench import Asked, Bench, load, settle
 from prometheus_client import CollectorRegistry
 
-from engine.scheduling.stats import SchedulerStats
+from engine.scheduling.stats import COUNTERS, SchedulerStats
 from gateway.metrics import Metrics as GatewayMetrics
 from protos import tandem_inference_pb2 as inference_pb
 from protos import tandem_worker_pb2 as pb
@@ -23,6 +23,7 @@ from router.open_requests import OpenRequests
 from router.sequences import Sequences
 from rpc.http import HttpServer, metrics_app
 from rpc.server import CannotListen
+from tandem.metrics import Counter, Vector, metrics_of
 from worker_service.metrics import WorkerMetrics
 from worker_service.role import TransferCounters
 
@@ -67,6 +68,22 @@ def test_guesses_by_their_place_in_a_step() -> None:
         stats.count_drafts(4, num_right)
     assert shown() == [3, 2, 1, None]
     assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (4, 16, 6)
+
+
+def test_an_llm_tells_what_a_worker_shows() -> None:
+    """Every counter of the engine, with equal values."""
+    stats = SchedulerStats(**{each.field: place + 3 for place, each in enumerate(COUNTERS)})
+    stats.count_drafts(4, 2)
+    registry, labels = worker_registry(stats=stats), {"model_name": "m", "worker_id": "decode-1", "role": "decode"}
+    *counters, per_pos = metrics_of(stats, "m")
+    assert len(counters) == len(COUNTERS)
+    for counter in counters:
+        assert isinstance(counter, Counter)
+        assert counter.value == registry.get_sample_value(f"{counter.name}_total", labels) > 0
+        assert counter.labels == {"model_name": "m"}
+    assert per_pos == Vector(
+        name="tandem:spec_decode_num_accepted_tokens_per_pos", labels={"model_name": "m"}, values=[1, 1]
+    )
 
 
 @pytest.mark.parametrize("accept", ACCEPTED.values(), ids=ACCEPTED.keys())
