@@ -144,7 +144,7 @@ def _why_no_grain(asked: str, model: ModelShape) -> str:
 def _why_not_multiples(what: str, grain: int, sizes: tuple[int, ...]) -> str:
     if all(size % grain == 0 for size in sizes):
         return ""
-    return f"{what} must be multiples of {grain}, are {sizes} (a rank's part)"
+    return f"{what} must be multiples of {grain}, are {sizes} (with several ranks, of each one's part)"
 
 
 def why_no_quantization(quantization: str, *, capability: tuple[int, int] | None, dtype: str, model: ModelShape) -> str:
