@@ -10,6 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers.modeling_layers import MtpModel
 
 from engine.engine_args import EngineArgs
 from engine.llm_engine import LLMEngine
@@ -101,11 +102,29 @@ class Reference:
             features.append(out_D)
         return tokens[len(token_ids) :]
 
-    def _output(self, token_ids: torch.Tensor, features_TD: torch.Tensor) -> torch.Tensor:
+    @torch.no_grad()
+    def check_against_transformers(self, token_ids: list[int]) -> None:
+        """Compare the head's output with that of transformers' `MtpModel`, which leaves out the first token."""
+        self._model.config.update(
+            {"num_mtp_layers": 1, "mtp_mlp_layer_types": ["sparse"]}
+        )  # GLM 4.7 Flash's lacks both
+        mtp = MtpModel(self._model, 1).eval()
+        layer = mtp.layers[0]
+        layer.mtp_block.load_state_dict(self._layer.state_dict())
+        layer.eh_proj.load_state_dict(self._join.state_dict())
+        for name, norm in zip(("enorm", "hnorm", "post_norm"), self._norms.values(), strict=True):
+            getattr(layer, name).load_state_dict(norm.state_dict())
+        tokens, positions = torch.tensor([token_ids]), torch.arange(len(token_ids))[None]
+        features_1TD = self._model.model(tokens).last_hidden_state[:, :-1]
+        theirs_1TD = mtp.forward_layer(0, features_1TD, positions[:, 1:], None, input_ids=tokens[:, 1:])
+        ours_D = self._output(tokens[0, 1:], features_1TD[0], first_position=1)
+        torch.testing.assert_close(ours_D, theirs_1TD[0, -1], rtol=1e-5, atol=1e-5)
+
+    def _output(self, token_ids: torch.Tensor, features_TD: torch.Tensor, *, first_position: int = 0) -> torch.Tensor:
         """Of the last token, normed."""
         embedded_TD = self._model.get_input_embeddings()(token_ids)
         pairs_TX = torch.cat((self._norms["enorm"](embedded_TD), self._norms["hnorm"](features_TD)), dim=-1)
-        x_1TD, positions = self._join(pairs_TX)[None], torch.arange(len(token_ids))[None]
+        x_1TD, positions = self._join(pairs_TX)[None], first_position + torch.arange(len(token_ids))[None]
         mask = torch.full((len(token_ids),) * 2, float("-inf")).triu(1)[None, None]
         x_1TD = self._layer(
             x_1TD,

@@ -24,7 +24,7 @@ from engine.model_loader.language_part import read_config
 from engine.model_loader.same_tokens import check_same_tokens
 from engine.models import ModelShape, is_for_our_decoder, load_decoder_config
 from engine.models.eagle_config import as_llama
-from engine.models.mtp_config import MtpConfig
+from engine.models.mtp_config import WHY_NO_MTP_HEAD, MtpConfig
 from engine.quantization_choice import check_quantization
 from engine.scheduling.speculation import SpeculativeConfig
 from engine.tensor_parallel.shares import share_of
@@ -46,12 +46,15 @@ def check_settings(args: EngineArgs, folder: Path) -> None:
     for name, path in lora_folders(args).items():
         check_adapter(name, path)
     offloading_bytes_of(args)
+    speculation = SpeculativeConfig.parse(args.speculative_config)
     if not is_for_our_decoder(hf_config, args.model_impl):
+        if speculation is not None and speculation.method == "mtp":
+            with naming_what_guesses(speculation):
+                raise ValueError(WHY_NO_MTP_HEAD)
         return
     shape = share_of(load_decoder_config(hf_config), args.tensor_parallel_size)
     _check_quantization(args, hf_config, shape)
     _num_blocks(args, shape, hf_config)
-    speculation = SpeculativeConfig.parse(args.speculative_config)
     if speculation is not None and speculation.method == "mtp":
         with naming_what_guesses(speculation):
             MtpConfig.of(shape)

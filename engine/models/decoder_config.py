@@ -183,7 +183,7 @@ class DecoderConfig(ModelShape):
 
 def _num_nextn_predict_layers(arch: Architecture, hf_config: dict[str, Any]) -> int:
     has_field = arch.has_latents or "num_nextn_predict_layers" in arch.defaults
-    return integer(hf_config, "num_nextn_predict_layers", least=0, default=0) if has_field else 0
+    return integer(hf_config, "num_nextn_predict_layers", least=0, default=0, most=MOST_LAYERS) if has_field else 0
 
 
 def _num_rotated(head_dim: int, part: float) -> int:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from engine.models.decoder_config import DecoderConfig
 from engine.models.model_shape import ModelShape
 
+WHY_NO_MTP_HEAD = "transformers' code computes the model, and only our own decoder has heads of checkpoints"
+
 
 @dataclass(frozen=True, kw_only=True)
 class MtpConfig:
@@ -32,7 +34,7 @@ class MtpConfig:
     def of(model: ModelShape) -> MtpConfig:
         """`model`: one rank's part, or the whole. Raises `ValueError` if it has no such head that can be computed."""
         if not isinstance(model, DecoderConfig):
-            raise ValueError("transformers' code computes the model, and has none for the model's own head")
+            raise ValueError(WHY_NO_MTP_HEAD)
         if not model.num_nextn_predict_layers:
             raise ValueError("the model brings no head along: its config.json has no num_nextn_predict_layers above 0")
         return MtpConfig(

@@ -65,7 +65,8 @@ def rotated_part(hf_config: dict[str, Any], default: float) -> float:
 
 
 def _parameters(hf_config: dict[str, Any]) -> dict[str, Any]:
-    return section(hf_config, "rope_scaling") | section(hf_config, "rope_parameters")
+    """As in transformers, `rope_scaling` counts if there are both."""
+    return section(hf_config, "rope_scaling") or section(hf_config, "rope_parameters")
 
 
 def _check_has(parameters: dict[str, Any], rope_type: str, names: tuple[str, ...]) -> None:

@@ -36,6 +36,8 @@ NAMING_A_MODEL = ("draft_model", "eagle3")
 """Methods whose configuration names what guesses."""
 HEADS = ("eagle3", "mtp")
 """Methods by which a head guesses from the model's hidden states."""
+OLD_MTP = "_mtp"
+"""The end of vLLM's older names of the method `mtp`, one for each family: `deepseek_mtp`, `glm4_moe_mtp`."""
 MAX_DRAFTS = 16
 """Upper bound of the drafts of one sequence in one step."""
 MAX_PAUSE = 32
@@ -100,6 +102,8 @@ class SpeculativeConfig:
         if given.get("model"):
             is_head = "eagle3" in Path(str(given["model"])).name.lower()
             given.setdefault("method", "eagle3" if is_head else "draft_model")
+        if str(given.get("method")).endswith(OLD_MTP):
+            given["method"] = "mtp"
         _check_method(given.get("method", cls.method))  # first: other methods have other fields
         names = [field.name for field in fields(cls)]
         unknown = sorted(set(given) - set(names))

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 from grammar_cases import EOS, KINDS, grammar_text, tokenizer
-from lora_folders import CONFIG, write_adapter
+from lora_folders import CONFIG, write_adapter, write_adapter_of
 
 from engine.config import GIB
 from engine.engine_args import EngineArgs
@@ -38,6 +38,8 @@ from engine.scheduling.thinking import ThinkingBudget
 
 SEEDS = range(20)
 MORE_SEEDS = range(len(SEEDS), 400)
+SEEDS_OF_OWN_HEADS = range(4)
+MORE_SEEDS_OF_OWN_HEADS = range(len(SEEDS_OF_OWN_HEADS), 60)
 NUM_GROUPS = 20  # groups of requests in a round
 BLOCK_SIZE = 16
 BLOCK_BYTES = 2 * 2 * 2 * BLOCK_SIZE * 16 * 2  # layers, parts, heads, slots, dim, bytes
@@ -166,6 +168,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+GLM = {
+    "architectures": ["Glm4MoeForCausalLM"], "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 32,
+    "max_position_embeddings": 512, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "n_shared_experts": 1, "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True,
+    "num_nextn_predict_layers": 1, "eos_token_id": EOS, "dtype": "bfloat16",
+}  # fmt: skip
+"""Its pool has as many bytes a block as that of `CONFIG`, but for the head's layer."""
+
+
+@pytest.fixture(scope="module")
+def folder_with_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a model whose checkpoint brings a head along."""
+    folder = tmp_path_factory.mktemp("glm")
+    (folder / "config.json").write_text(json.dumps(GLM))
+    tokenizer().save(str(folder / "tokenizer.json"))
+    sizes = {"q_proj": (128, 64), "k_proj": (32, 64), "v_proj": (32, 64), "o_proj": (64, 128)}
+    products = {f"model.layers.{layer}.self_attn.{name}": size for layer in range(2) for name, size in sizes.items()}
+    for seed, name in enumerate(("a", "b"), 1):
+        write_adapter_of(folder / name, products, rank=4, seed=seed)
+    return folder
+
+
 def make_engine(
     folder: Path, *, runs_ahead: bool = False, on_layer_written: OnLayerWritten | None = None, **settings: Any
 ) -> LLMEngine:
@@ -181,12 +206,14 @@ def make_engine(
     return LLMEngine(config, on_layer_written)
 
 
-def make_cramped_engine(folder: Path, rng: random.Random, **settings: Any) -> LLMEngine:
+def make_cramped_engine(folder: Path, rng: random.Random, *, has_own_head: bool = False, **settings: Any) -> LLMEngine:
     """Make an engine with few blocks and random settings. A CPU computes a step in its launch, even with async
-    scheduling: every path is taken, and timing decides nothing."""
-    runs_ahead = rng.random() < 0.3  # then without drafts
+    scheduling: every path is taken, and timing decides nothing. `has_own_head`: the head in the checkpoint guesses."""
+    runs_ahead = not has_own_head and rng.random() < 0.3  # then without drafts
     guessing: dict[str, object] = {"num_speculative_tokens": rng.randint(1, 6), "prompt_lookup_min": 1}
-    if not runs_ahead and rng.random() < 0.4:
+    if has_own_head:
+        guessing["method"] = "mtp"
+    elif not runs_ahead and rng.random() < 0.4:
         model = rng.choice([folder, *folder.glob(DRAFTS), *folder.glob(HEAD)])
         guessing |= {"model": str(model), "method": "eagle3" if model.name == HEAD else "draft_model"}
     engine = make_engine(
@@ -339,6 +366,20 @@ def met() -> Iterator[Counter[str]]:
 
 @pytest.mark.parametrize("seed", [*SEEDS, *(pytest.param(seed, marks=pytest.mark.slow) for seed in MORE_SEEDS)])
 def test_each_answer_is_that_of_the_request_alone(seed: int, folder: Path, met: Counter[str]) -> None:
+    met.update(check_round(folder, seed))
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [*SEEDS_OF_OWN_HEADS, *(pytest.param(seed, marks=pytest.mark.slow) for seed in MORE_SEEDS_OF_OWN_HEADS)],
+)
+def test_the_head_of_the_checkpoint_guesses(seed: int, folder_with_head: Path) -> None:
+    counts = check_round(folder_with_head, seed, has_own_head=True)
+    assert counts["by a head"] > 0
+
+
+def check_round(folder: Path, seed: int, *, has_own_head: bool = False) -> Counter[str]:
+    """Returns counts of what happened."""
     rng = random.Random(seed)
     requests = draw_requests(rng)
     by_itself = make_engine(folder, num_kv_blocks=16, enable_prefix_caching=False)
@@ -346,9 +387,10 @@ def test_each_answer_is_that_of_the_request_alone(seed: int, folder: Path, met: 
     for number, (request, whole) in enumerate(zip(requests, expected, strict=True)):
         if rng.random() < 0.2 and (num_given := rng.randrange(len(whole.token_ids))):
             requests[number], expected[number] = moved(request, whole, num_given)
-    with closing(make_cramped_engine(folder, rng)) as engine:
+    with closing(make_cramped_engine(folder, rng, has_own_head=has_own_head)) as engine:
         told, aborted = answer_all(engine, requests, rng)
-        met.update(check_rest(engine))
+        counts = check_rest(engine)
     for number, (request, whole) in enumerate(zip(requests, expected, strict=True)):
         assert told[number] == (whole.until(told[number]) if number in aborted else whole), f"{number}: {request}"
-    met.update({"rounds": 1, "aborted": len(aborted), "moved": sum(bool(request.given) for request in requests)})
+    counts.update({"rounds": 1, "aborted": len(aborted), "moved": sum(bool(request.given) for request in requests)})
+    return counts

@@ -72,6 +72,11 @@ def answered(engine: LLMEngine, num: int = 4) -> Drafts:
 # -- what they guess --------------------------------------------------------------------------------------------
 
 
+def test_the_reference_is_that_of_transformers(model: tuple[Path, Reference]) -> None:
+    """Except for the first token, which has no feature: transformers leaves it out."""
+    model[1].check_against_transformers(LONG_PROMPT)
+
+
 def test_guesses_are_those_of_the_reference(model: tuple[Path, Reference]) -> None:
     """Prompts in chunks, several sequences."""
     folder, reference = model
@@ -110,22 +115,46 @@ def test_logits_and_embedding_may_be_the_heads_own(deepseek: Path, tmp_path: Pat
         "once": copied(deepseek, tmp_path / "once", {stored: None}),
         "other": copied(deepseek, tmp_path / "other", {stored: tensors[stored].roll(1, 0)}),
     }
-    of = {each: answered(make_engine(folder, **PLAIN)) for each, folder in folders.items()}
+    engines = {each: make_engine(folder, **PLAIN) for each, folder in folders.items()}
+    of = {each: answered(engine) for each, engine in engines.items()}
     assert of["once"] == of["twice"]
     assert agreement(of["other"], of["twice"]) < 0.5
+    for each, engine in engines.items():
+        head, whole = engine.executor._worker.drafter._head, engine.executor._worker.runner._model  # type: ignore[union-attr]
+        assert (head._lm_head is whole.lm_head) == (each != "other" or name == "embed_tokens")  # type: ignore[attr-defined]
+        assert (head._embedding_VD is whole.embedding_VD) == (each != "other" or name == "shared_head.head")  # type: ignore[attr-defined]
+
+
+def test_a_head_beside_tied_embeddings(deepseek: Path, tmp_path: Path) -> None:
+    """The product of logits is the embedding, whose copy the head has, too; and buffers are passed over."""
+    tensors = load_file(deepseek / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    changes = {"lm_head.weight": None, f"{PREFIX}shared_head.head.weight": embedding.clone()}
+    changes[f"{PREFIX}self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    engine = make_engine(copied(deepseek, tmp_path, changes, tie_word_embeddings=True), **PLAIN)
+    assert sum(len(guesses) for _, guesses in answered(engine)) > 100
+    assert engine.executor._worker.drafter._head._lm_head is engine.executor._worker.runner._model.lm_head  # type: ignore
 
 
 @pytest.mark.parametrize(
-    ("form", "backend"),
-    [("int channel", CPU), ("fp8 blocks", PLAIN), ("int channel", PLAIN)],
-    ids=["int8, kept", "fp8, dequantised", "int8, dequantised"],
+    ("form", "backend", "is_plain"),
+    [
+        ("int channel", CPU, False),
+        ("int channel", CPU, True),
+        ("fp8 blocks", PLAIN, True),
+        ("int channel", PLAIN, False),
+    ],
+    ids=["int8, kept", "int8, kept, eh_proj plain", "fp8, dequantised, eh_proj plain", "int8, dequantised"],
 )
 def test_a_checkpoint_with_weights_in_8_bits(
-    deepseek: Path, tmp_path: Path, form: str, backend: dict[str, Any]
+    deepseek: Path, tmp_path: Path, form: str, backend: dict[str, Any], is_plain: bool
 ) -> None:
     """Guesses are those with the plain weights that these stand for, but for the rounding of products of kept ones."""
     config = json.loads((deepseek / "config.json").read_text())
     stored, plain = quantized(load_file(deepseek / "model.safetensors"), FORMS[form])
+    joined = f"{PREFIX}eh_proj.weight"
+    if is_plain:  # as in DeepSeek-V3's own checkpoint
+        stored = {name: each for name, each in stored.items() if not name.startswith(joined)} | {joined: plain[joined]}
     narrow = config | {"quantization_config": FORMS[form].quantization_config}
     kept = make_engine(save_checkpoint(tmp_path / "kept", narrow, stored), num_drafts=1, **backend)
     assert kept.config.model.quantization == (AS_STORED if backend is CPU else "none")
@@ -178,6 +207,7 @@ def test_what_other_engines_get_on_the_cpu_kernels(deepseek: Path) -> None:
 def test_only_engines_with_the_head_exchange_blocks(deepseek: Path) -> None:
     digests = [make_engine(deepseek, num_drafts=num, **PLAIN).config.compat_digest for num in (0, 1, 3)]
     assert digests[0] != digests[1] == digests[2]
+    assert digests[1] == f"{digests[0]}; mtp_head={NUM_LAYERS}"
 
 
 def test_ranks_guess_what_one_rank_guesses(deepseek: Path) -> None:
@@ -253,5 +283,11 @@ def test_weights_that_do_not_fit(
 
 def test_transformers_code_has_no_such_head(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(LlamaConfig(**SMALL, architectures=["LlamaForCausalLM"]).to_json_string())
-    with pytest.raises(ValueError, match="method 'mtp': transformers' code computes the model, and has none for"):
-        make_engine(tmp_path, model_impl="transformers", load_format="dummy", **PLAIN)
+    message = "speculative_config method 'mtp': transformers' code computes the model, and only our own decoder has"
+    check_refused(tmp_path, message, model_impl="transformers", load_format="dummy")
+
+
+def test_all_ranks_look_for_what_is_left(deepseek: Path, tmp_path: Path) -> None:
+    changes = {f"{PREFIX}fnorm.weight": torch.ones(3)}
+    with pytest.raises(ValueError, match=f"the architecture does not use: {PREFIX}fnorm.weight"):
+        make_engine(copied(deepseek, tmp_path, changes), tensor_parallel_size=2, **PLAIN)

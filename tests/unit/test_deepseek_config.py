@@ -10,6 +10,7 @@ import transformers
 from deepseek_cases import V2, V3, config_of
 
 from engine.models import load_decoder_config, load_model_shape
+from engine.models.rope_config import RopeConfig
 
 GLM = {name: value for name, value in V3.items() if name != "first_k_dense_replace"} | {
     "architectures": ["Glm4MoeLiteForCausalLM"]
@@ -36,6 +37,7 @@ GLM_4_5 = V3 | {"architectures": ["Glm4MoeForCausalLM"], "num_key_value_heads": 
         (V3, {"n_group": 3}, "n_routed_experts=8 must be a multiple of n_group=3"),
         (V3, {"n_group": 8}, "n_group=8, and a group must have at least 2"),
         (V3, {"routed_scaling_factor": None}, "routed_scaling_factor must be a number, is None"),
+        (V3, {"num_nextn_predict_layers": 10**12}, "num_nextn_predict_layers must be at most 1024"),
         (V3, {"num_nextn_predict_layers": -1}, "num_nextn_predict_layers must be an integer of at least 0, is -1"),
         (V3, {"rope_scaling": {"type": "yarn", "factor": "8"}}, "factor must be a number, is '8'"),
         (V3, {"topk_group": 5}, "topk_group must be at most n_group=4, is 5"),
@@ -146,3 +148,12 @@ def test_settings_that_cannot_be_served(tmp_path: Path, settings: dict[str, str]
 
 def test_auto_is_plain_torch_on_a_cpu(tmp_path: Path) -> None:
     assert config_of(tmp_path, dtype="bfloat16", block_size=16).device.attention_backend == "torch"
+
+
+def test_rope_scaling_counts_before_rope_parameters() -> None:
+    """As in transformers, wherever there are both."""
+    both = {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}}
+    theirs = transformers.LlamaConfig.from_dict({"rope_theta": 500.0, **both}).rope_parameters
+    ours = RopeConfig.from_hf({"rope_theta": 500.0, **both}, 128)
+    assert (ours.rope_type, ours.factor, ours.theta) == ("linear", 2.0, 500.0)
+    assert (theirs["type"], theirs["factor"], theirs["rope_theta"]) == ("linear", 2.0, 500.0)

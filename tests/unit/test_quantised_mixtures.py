@@ -147,5 +147,5 @@ GROUPS, SIDES = "cannot work here: inputs of products must be multiples of 32", 
     ],
 )
 def test_sizes_that_do_not_fit(fields: dict[str, Any], quantization: str, why: str) -> None:
-    with pytest.raises(ValueError, match=rf"quantization {quantization} .*{why} \(a rank's part\); give int8 or none"):
+    with pytest.raises(ValueError, match=rf"quantization {quantization} .*{why} \(with several .*; give int8 or none"):
         check_quantization(quantization, (9, 0), "bfloat16", load_decoder_config(fields))

@@ -141,6 +141,9 @@ def test_the_setting_is_json_with_vllms_words() -> None:
     by_model = SpeculativeConfig(num_speculative_tokens=3, method="draft_model", model="small", quantization="int8")
     text = '{"model": "small", "num_speculative_tokens": 3, "quantization": "int8"}'
     assert SpeculativeConfig.parse(text) == by_model
+    own_head = SpeculativeConfig(num_speculative_tokens=1, method="mtp")
+    for method in ("mtp", "deepseek_mtp", "glm4_moe_mtp"):  # vLLM's older names
+        assert SpeculativeConfig.parse(json.dumps({"method": method, "num_speculative_tokens": 1})) == own_head
     head = SpeculativeConfig.parse('{"model": "/eagle/EAGLE3-Llama", "num_speculative_tokens": 3}')
     assert head == SpeculativeConfig(num_speculative_tokens=3, method="eagle3", model="/eagle/EAGLE3-Llama")
     by_folder = SpeculativeConfig.parse('{"model": "/eagle3/small", "num_speculative_tokens": 3}')
@@ -163,7 +166,12 @@ def test_the_setting_is_json_with_vllms_words() -> None:
         ({"num_speculative_tokens": 2.5}, "is 2.5"),
         (
             {"num_speculative_tokens": 2, "method": "eagle"},
-            "method must be 'ngram' .*, 'draft_model' .a smaller model guesses. or 'eagle3' .*, is 'eagle'",
+            "method must be 'ngram' .*, 'draft_model' .a smaller model guesses., 'eagle3' .* or 'mtp' .*, is 'eagle'",
+        ),
+        ({"method": "mtp", "model": "x", "num_speculative_tokens": 2}, "model must be empty with the method 'mtp'"),
+        (
+            {"method": "mtp", "quantization": "int8", "num_speculative_tokens": 2},
+            "quantization must be 'auto' without a model, is 'int8'",
         ),
         ({"method": "medusa", "model": "x", "draft_tensor_parallel_size": 1}, "method must be 'ngram'"),
         ({"method": "eagle3", "num_speculative_tokens": 2}, "model must name the EAGLE-3 head: a folder or a hub id"),

@@ -215,7 +215,7 @@ def test_experts_that_int4_does_not_fit_are_refused(size: int, num_ranks: int, o
     fields = transformers.Qwen3MoeConfig(**WIDE, **EXPERTS | {"moe_intermediate_size": size}).to_dict()
     shape = load_model_shape(fields | {"architectures": ["Qwen3MoeForCausalLM"]}, "transformers")
     model = share_of(shape, num_ranks)
-    why = rf"int4 cannot work here: .* must be multiples of 32, are \(96, {own}\) \(with several .*\); give int8 or none"
+    why = rf"int4 cannot work here: .* must be multiples of 32, are \(96, {own}\) \(with several .*; give int8 or none"
     with pytest.raises(ValueError, match=why) if own else nullcontext():
         check_quantization("int4", None, "bfloat16", model)
 
