@@ -66,6 +66,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "topk_group": 1, "norm_topk_prob": True,
         "routed_scaling_factor": 1.8, "max_position_embeddings": 32768, "rope_theta": 1e6, "tie_word_embeddings": False,
     },
+    "glm-4.5-air-23rd": {
+        "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "vocab_size": 6592, "hidden_size": 4096,
+        "intermediate_size": 10944, "num_hidden_layers": 2, "num_attention_heads": 96, "num_key_value_heads": 8,
+        "head_dim": 128, "n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1408, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+        "norm_topk_prob": True, "routed_scaling_factor": 1.0, "attention_bias": True, "use_qk_norm": False,
+        "partial_rotary_factor": 0.5, "num_nextn_predict_layers": 0, "max_position_embeddings": 131072,
+        "rope_theta": 1e6, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    },
     "youtu-2b-quarter": {
         "architectures": ["YoutuForCausalLM"], "model_type": "youtu", "vocab_size": 32064, "hidden_size": 2048,
         "intermediate_size": 6144, "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 16,

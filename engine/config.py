@@ -19,6 +19,8 @@ from engine.scheduling.speculation import SpeculativeConfig
 from prefix_hash import prefix_key
 
 GIB = 1024**3
+MOST_KEPT_STATES = 16
+"""Large models' states take tens of megabytes each."""
 HeadConfig = EagleConfig | MtpConfig
 """Of a head that guesses from the model's hidden states."""
 
@@ -108,6 +110,12 @@ class SchedulerConfig:
     """The most known tokens that a draft model reads in a step (engine/scheduling/model_drafting.py)."""
     draft_model_len: int = 0
     """The longest sequence for which the draft model guesses; 0 without one."""
+
+    @property
+    def max_kept_states(self) -> int:
+        """How many sequences may have drafts in a step, in models whose layers keep a state: the step keeps a copy of
+        each one's."""
+        return 0 if self.speculation is None else min(self.max_num_seqs, self.draft_batch_tokens // 2, MOST_KEPT_STATES)
 
     @property
     def max_decode_rows(self) -> int:

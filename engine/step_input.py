@@ -27,7 +27,7 @@ from engine.attention import StepLayout
 from engine.scheduling.sequence import PENDING_TOKEN, SchedulerOutput
 
 Integers = NDArray[np.int64]
-_NUM_ARRAYS = 16
+_NUM_ARRAYS = 18
 _HAS_ONE_AXIS = -1
 
 
@@ -56,6 +56,10 @@ class StepInput:
     """[states to load before the step, 1 + blocks] a row, and the blocks that carry its content."""
     saved_states: Integers
     """[states to save after the step, 1 + blocks] likewise."""
+    restored_states: Integers
+    """[states to put back before the step, 2] a copy, and a row."""
+    kept_states: Integers
+    """[C] rows of which the step keeps a copy, 0 to C - 1, as they are before it."""
     feature_rows: Integers
     """[T] where the feature of the token before each is (engine/running/feature_rows.py); shape [0] if no EAGLE-3 head
     reads the step."""
@@ -74,7 +78,7 @@ class StepInput:
         """Each block table must cover its sequence's new tokens. `row_of`: by `seq_id`, the index of a pending token
         among those that the last launched step samples. `max_tokens_read_again`: each draft is laid out as a sequence
         of its own if attention then reads the keys and values of at most so many tokens more than once. `has_states`:
-        the model has recurrent states (and there are no drafts)."""
+        the model has recurrent states, which read a sequence's tokens in order."""
         token_ids: list[int] = []
         begun_blocks: list[int] = []
         sample_rows: list[int] = []
@@ -94,7 +98,7 @@ class StepInput:
             if token_ids[-1] == PENDING_TOKEN:
                 pending_rows.append(len(token_ids) - 1)
                 rows_before.append(row_of[seq.seq_id])
-            is_split = item.draft_token_ids and num_read_again <= max_tokens_read_again
+            is_split = item.draft_token_ids and not has_states and num_read_again <= max_tokens_read_again
             num_queries = 1 if is_split else item.num_new_tokens
             for start in range(first, end, num_queries):
                 firsts.append(start)
@@ -122,6 +126,10 @@ class StepInput:
             state_slots=_integers([item.seq.state_slot for item in output.scheduled] if has_states else []),
             loaded_states=_table(loaded),
             saved_states=_table(saved),
+            restored_states=_integers([(each.copy, each.state_slot) for each in output.put_back]).reshape(-1, 2),
+            kept_states=_integers(
+                [item.seq.state_slot for item in output.scheduled if item.draft_token_ids] if has_states else []
+            ),
             feature_rows=_integers([]),
             has_exports=bool(output.exports or output.state_exports),
         )
@@ -160,7 +168,7 @@ class StepInput:
             layout.query_lens, layout.context_lens, layout.block_tables, layout.slot_mapping,
             self.token_ids, self.positions, self.sample_rows, self.pending_rows, self.rows_before, self.prompt_rows,
             self.begun_blocks, self.adapter_ids, self.state_slots, self.loaded_states, self.saved_states,
-            self.feature_rows,
+            self.restored_states, self.kept_states, self.feature_rows,
         )  # fmt: skip
 
 

@@ -137,6 +137,7 @@ def _states_of(config: EngineConfig, shape: TransformersConfig) -> RecurrentStat
         num_state_blocks_of(config.model.recurrent_bytes, block.pool_bytes) * block.pool_bytes,
         TORCH_DTYPES[config.model.dtype],
         config.device.device,
+        num_copies=config.scheduler.max_kept_states,
     )
 
 

@@ -34,7 +34,7 @@ MODEL_DTYPES = ("float32", "bfloat16", "float16")
 """The dtypes that models compute in."""
 CUDA_DRIVER = "libcuda.so.1"
 AMD_DRIVER = Path("/dev/kfd")
-DRAFT_HAS_STATES = "it has layers that keep a state in place of keys and values, and no step takes back a guess"
+DRAFT_HAS_STATES = "it has layers that keep a state in place of keys and values, and cannot guess for another model"
 """Why a model cannot be the draft model."""
 
 
@@ -186,8 +186,9 @@ def load_format_of_draft(args: EngineArgs) -> str:
 def check_beside_states(args: EngineArgs) -> None:
     """Raise `ValueError` if `args` cannot work with layers that keep a state, which no step can take back."""
     why = "the model has layers that keep a state in place of keys and values"
-    if args.speculative_config:
-        raise ValueError(f"speculative_config must be empty: {why}, and no step takes back a wrong guess")
+    speculation = SpeculativeConfig.parse(args.speculative_config)
+    if speculation is not None and speculation.has_head:
+        raise ValueError(f"speculative_config method must be 'ngram' or 'draft_model': {why}, and heads guess for none")
     if args.kv_offloading_size:
         raise ValueError(f"kv_offloading_size must be 0: {why}, which is not copied to host memory")
 

@@ -9,6 +9,9 @@ A prompt's state is handed over in blocks of the KV pool, which belong to the pr
 protects KV on its way (grants, epochs, digests, leases) protects states, too. `save` fills these blocks after the
 prompt's last step; `load` reads them before the first step elsewhere. Blocks are only bytes for both.
 
+A step with guesses changes a row as if all were right. So it keeps a copy, from which the next step can put the row
+back (engine/scheduling/drafting.py).
+
 Shapes: S sequences of a step, R rows, C channels, N value heads, K and V dims of keys and values.
 """
 
@@ -52,12 +55,19 @@ class RecurrentStates:
     """Used only by the stepping thread. `assign` must come before each use of the layers."""
 
     def __init__(
-        self, layers: Sequence[RecurrentLayer], num_slots: int, row_bytes: int, dtype: torch.dtype, device: str
+        self,
+        layers: Sequence[RecurrentLayer],
+        num_slots: int,
+        row_bytes: int,
+        dtype: torch.dtype,
+        device: str,
+        num_copies: int = 0,
     ) -> None:
-        """`row_bytes`: of a state in the blocks that carry it, at least `recurrent_bytes`."""
+        """`row_bytes`: of a state in the blocks that carry it, at least `recurrent_bytes`. `num_copies`: of rows, that
+        a step keeps at most."""
         # One more row, for what belongs to no sequence: rows of a recorded step that are left over, and tests of a
         # model. Not cleared: a row's content is never read before it is written.
-        self._rows = torch.empty(num_slots + 1, row_bytes, dtype=torch.uint8, device=device)
+        self._rows = torch.empty(num_slots + 1 + num_copies, row_bytes, dtype=torch.uint8, device=device)
         self._num_slots = num_slots
         self._device = device
         self.inputs: list[torch.Tensor] = []
@@ -106,6 +116,21 @@ class RecurrentStates:
 
     def _rows_of(self, slots: Integers) -> Integers:
         return np.where(slots < 0, self._num_slots, slots)
+
+    def keep(self, slots: Integers) -> None:
+        """Copy rows to the copies from 0 on."""
+        if len(slots):
+            copies = self._num_slots + 1 + np.arange(len(slots))
+            self._copy(slots, copies)
+
+    def put_back(self, pairs: Integers) -> None:
+        """Copy copies back to rows. `pairs`: [rows, 2] which copy, which row."""
+        if len(pairs):
+            self._copy(self._num_slots + 1 + pairs[:, 0], pairs[:, 1])
+
+    def _copy(self, sources: Integers, targets: Integers) -> None:
+        sent = to_device(np.stack([sources, targets]), self._device)
+        self._rows.index_copy_(0, sent[1], self._rows[sent[0]])
 
     def save(self, kv_pool: torch.Tensor, slot: int, block_ids: Sequence[int]) -> None:
         """Copy a row to blocks of the pool."""

@@ -137,9 +137,7 @@ class ModelRunner:
         batch = build_input_batch(step, self._device, self._sampled)
         if len(step.begun_blocks):
             clear_blocks(self._kv_pool, step.begun_blocks)
-        for slot, *block_ids in step.loaded_states.tolist():
-            assert self._states is not None
-            self._states.load(self._kv_pool, slot, block_ids)
+        self._begin_states(step)
         if self._graphs is not None and not step.has_exports and self._graphs.can_run(step):
             logits = self._graphs.run(step, batch)
             self._let_read(step, batch, on_layer)
@@ -159,6 +157,15 @@ class ModelRunner:
             return Computed(batch, None, of_prompts)
         x_RD = x_TD if batch.sample_rows is None else x_TD[batch.sample_rows]
         return Computed(batch, self._model.compute_logits(x_RD), of_prompts)
+
+    def _begin_states(self, step: StepInput) -> None:
+        """Bring the states to what they are before the step."""
+        if self._states is None:
+            return
+        self._states.put_back(step.restored_states)
+        for slot, *block_ids in step.loaded_states.tolist():
+            self._states.load(self._kv_pool, slot, block_ids)
+        self._states.keep(step.kept_states)
 
     def _let_read(self, step: StepInput, batch: InputBatch, on_layer: OnLayer | None) -> None:
         if self._reader is None:

@@ -4,6 +4,11 @@
                           └─ with a draft model or head: DraftParts, whose drafts `add_models` adds
 
 speculation.py says where drafts come from.
+
+Keys and values of wrong drafts are written over. Layers that keep a state have read the wrong drafts, too: such a state
+is put back to what it was before the step, of which the step keeps a copy, and the sequence's next step computes the
+tokens that were right once more, before the next one (`Sequence.num_replayed`). A step with a few more tokens takes
+hardly longer.
 """
 
 from __future__ import annotations
@@ -14,7 +19,15 @@ from engine.config import SchedulerConfig
 from engine.scheduling.block_manager import BlockManager
 from engine.scheduling.head_drafting import HeadDrafting
 from engine.scheduling.model_drafting import ModelDrafting
-from engine.scheduling.sequence import INVALID_TOKEN, DraftPart, ScheduledSequence, SchedulerOutput, Sequence
+from engine.scheduling.sequence import (
+    INVALID_TOKEN,
+    DraftPart,
+    PutBack,
+    ScheduledSequence,
+    SchedulerOutput,
+    Sequence,
+    SequenceStatus,
+)
 from engine.scheduling.speculation import SpeculativeConfig, propose
 from engine.scheduling.stats import SchedulerStats
 from engine.scheduling.stop_rule import StopRule
@@ -59,26 +72,36 @@ class Drafting:
         self._stats = stats
         self._patience = 1 if self._config is None else PATIENCE[self._config.method]
         self._model = _planner(config, block_manager)
+        self._has_states = block_manager.num_state_blocks > 0
+        self._max_drafted = config.max_kept_states if self._has_states else config.max_num_seqs
+        self._copy_of: dict[int, int] = {}
+        """By `seq_id`: which copy the launched step keeps of the sequence's state before its drafts."""
+        self._spoilt: list[tuple[int, Sequence]] = []
+        """Copies of states that the last step has spoilt, and whose they are."""
 
     def add(self, decoding: list[ScheduledSequence], budget: int) -> tuple[list[ScheduledSequence], list[DraftPart]]:
         """Return `decoding` with drafts added where some are found and blocks are available, at most `budget` drafts in
-        all, and what the draft model or head must do. Sequences with drafts, or for which it guesses, come last.
+        all, and what the draft model or head must do. Sequences with drafts, or for which it guesses, or of which some
+        tokens are computed again, come last.
         Prefill-only sequences get none."""
         if self._config is None:
             return decoding, []
         if self._model is not None:
             decoding = self._model.begin(decoding)
-        budget = min(budget, self._max_rows - len(decoding))
+        budget = min(budget, self._max_rows - sum(each.num_new_tokens for each in decoding))
         plain: list[ScheduledSequence] = []
         guessed: list[ScheduledSequence] = []
         parts: list[DraftPart] = []
+        num_drafted = 0
         for scheduled in decoding:
-            item, part = self._guess(scheduled, self._config, budget)
+            most = budget if num_drafted < self._max_drafted else 0
+            item, part = self._guess(scheduled, self._config, most)
             if part is not None:
                 parts.append(part)
             num_drafts = len(item.draft_token_ids) if part is None else part.num_drafts
-            (guessed if num_drafts else plain).append(item)
+            (guessed if num_drafts or item.num_new_tokens > 1 else plain).append(item)
             budget -= num_drafts
+            num_drafted += num_drafts > 0
         return plain + guessed, parts
 
     def _guess(
@@ -104,7 +127,7 @@ class Drafting:
             if part.num_drafts and not of_seq[part.seq.seq_id]:
                 self._settle(part.seq)
         return [
-            ScheduledSequence(item.seq, 1 + len(guessed), guessed) if (guessed := of_seq.get(item.seq.seq_id)) else item
+            _with_drafts(item, guessed) if (guessed := of_seq.get(item.seq.seq_id)) else item
             for item in output.scheduled
         ]
 
@@ -115,7 +138,23 @@ class Drafting:
         if not drafts or not self._block_manager.can_append(seq, num_drafts=len(drafts)):
             return scheduled
         self._block_manager.append(seq, len(drafts))
-        return ScheduledSequence(seq, 1 + len(drafts), drafts)
+        return _with_drafts(scheduled, drafts)
+
+    def begin(self, output: SchedulerOutput) -> None:
+        """`output` has been launched: it has put back what `put_back` names, and keeps copies of the states of all
+        sequences with drafts."""
+        self._spoilt = []
+        if self._has_states:
+            drafted = [item.seq.seq_id for item in output.scheduled if item.draft_token_ids]
+            self._copy_of = {seq_id: copy for copy, seq_id in enumerate(drafted)}
+
+    def put_back(self) -> list[PutBack]:
+        """The states that the next step must put back: those of sequences that still have theirs."""
+        return [
+            PutBack(copy, seq.state_slot)
+            for copy, seq in self._spoilt
+            if seq.num_replayed and seq.status is SequenceStatus.RUNNING
+        ]
 
     def drop_wrong(self, scheduled: ScheduledSequence, sampled: list[int]) -> int:
         """Drop the drafts from the first that differs from the token sampled in its place, ends the answer, or has no
@@ -130,6 +169,10 @@ class Drafting:
             num_right += 1
         num_wrong = len(drafts) - num_right
         seq.num_computed_tokens -= num_wrong
+        if num_wrong and self._has_states:
+            seq.num_replayed = seq.num_computed_tokens - scheduled.first
+            seq.num_computed_tokens = scheduled.first
+            self._spoilt.append((self._copy_of[seq.seq_id], seq))
         del seq.token_ids[len(seq) - num_wrong :]
         self._settle(seq)
         seq.draft_history.note(len(drafts), num_right, len(seq), patience=self._patience)
@@ -141,6 +184,10 @@ class Drafting:
         self._block_manager.give_back(seq)
         if self._model is not None:
             self._model.settle(seq)
+
+
+def _with_drafts(scheduled: ScheduledSequence, drafts: list[int]) -> ScheduledSequence:
+    return ScheduledSequence(scheduled.seq, scheduled.num_new_tokens + len(drafts), drafts)
 
 
 def _may_guess(seq: Sequence) -> bool:

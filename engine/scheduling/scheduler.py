@@ -130,12 +130,11 @@ class Scheduler:
         """
         self._missing_grammar = None
         max_tokens = self._config.max_num_batched_tokens
-        running = self.sequences.running
-        seqs = [seq for seq in running if seq.num_uncomputed_tokens == 1 and not self._must_wait(seq)][:max_tokens]
+        seqs = self._decoding(max_tokens)
         if self._num_steps_in_flight and not self.block_manager.can_append(*seqs):
             return SchedulerOutput([], [])
         decodes = self._schedule_decodes(seqs)
-        budget = prefill_budget = max_tokens - len(decodes)
+        budget = prefill_budget = max_tokens - sum(each.num_new_tokens for each in decodes)
         if max_prefill_tokens is not None and (decodes or (self.sequences.granted and max_prefill_tokens)):
             prefill_budget = min(budget, max_prefill_tokens)
         prefills = self._schedule_prefills(prefill_budget)
@@ -149,6 +148,7 @@ class Scheduler:
             [export for export in exports if export.block_ids],
             [export for export in map(state_export, for_others) if export is not None],
             draft_parts,
+            self._drafting.put_back() if scheduled else [],
         )
 
     def take_drafts(self, output: SchedulerOutput, drafts: list[list[int]]) -> SchedulerOutput:
@@ -161,6 +161,18 @@ class Scheduler:
         if self._missing_grammar is not None:
             self._missing_grammar.wait_until_compiled()
         return self._missing_grammar is not None
+
+    def _decoding(self, max_tokens: int) -> list[Sequence]:
+        """Running sequences of which one more token can be sampled, the oldest first; as many as have at most
+        `max_tokens` to compute."""
+        seqs: list[Sequence] = []
+        for seq in self.sequences.running:
+            if seq.is_decoding and not self._must_wait(seq):
+                max_tokens -= seq.num_uncomputed_tokens
+                if max_tokens < 0:
+                    break
+                seqs.append(seq)
+        return seqs
 
     def _misses_grammar(self, seq: Sequence) -> bool:
         """Whether the grammar of `seq` is still being compiled, so that this step cannot sample it."""
@@ -193,7 +205,7 @@ class Scheduler:
                 has_room = self.block_manager.can_append(seq)
             if has_room and seq.status is SequenceStatus.RUNNING:
                 self.block_manager.append(seq)
-                decodes.append(ScheduledSequence(seq, 1))
+                decodes.append(ScheduledSequence(seq, seq.num_uncomputed_tokens))
         return decodes
 
     def _schedule_prefills(self, budget: int) -> list[ScheduledSequence]:
@@ -227,7 +239,7 @@ class Scheduler:
     def _prefill_candidates(self) -> Iterator[Sequence]:
         """Yield running sequences that still prefill, then waiting ones, admitting each as it is yielded."""
         sequences = self.sequences
-        yield from [seq for seq in sequences.running if seq.num_uncomputed_tokens > 1]
+        yield from [seq for seq in sequences.running if seq.is_prefilling]
         while sequences.waiting and sequences.num_admitted + len(sequences.granted) < self._config.max_num_seqs:
             seq = sequences.waiting[0]
             if not self._allocate(seq, BlockOwner.SEQUENCE, seq.num_reusable_tokens):
@@ -251,10 +263,12 @@ class Scheduler:
         """`output` has been launched: count its tokens as computed, and append drafts and a pending token to each
         sequence that samples."""
         self._num_steps_in_flight += 1
+        self._drafting.begin(output)
         for scheduled in output.scheduled:
             seq = scheduled.seq
             seq.num_steps_in_flight += 1
             seq.num_computed_tokens = scheduled.end
+            seq.num_replayed = 0
             seq.has_state_to_load = False
             if scheduled.is_sampled:
                 seq.token_ids.extend(scheduled.draft_token_ids)
@@ -286,7 +300,7 @@ class Scheduler:
                 seq.prompt_logprobs += prompt_logprobs.get(seq.seq_id, ())
             num_wrong = self._drafting.drop_wrong(scheduled, sampled_ids) if scheduled.draft_token_ids else 0
             end, token_ids = scheduled.end - num_wrong, sampled_ids[: len(sampled_ids) - num_wrong]
-            self.block_manager.register_computed(seq, end)
+            self.block_manager.register_computed(seq, min(end, seq.num_computed_tokens))
             if scheduled.snapshot_ids:
                 self.block_manager.keep_snapshot(seq, end)
             if token_ids:

@@ -12,7 +12,8 @@ prefix caching, preemption and hand-over all follow from it.
 
 With layers that keep a state besides keys and values (engine/models/recurrent_states.py), a running sequence also has a
 row of these states, its slot. A prompt's state is handed over in blocks of its own, behind those of its tokens. So are
-snapshots kept (engine/scheduling/snapshots.py), from which later sequences with the same prefix go on.
+snapshots kept (engine/scheduling/snapshots.py), from which later sequences with the same prefix go on. Guesses change a
+state, too: if some are wrong, it is put back, and the next step computes the right ones again (drafting.py).
 """
 
 from __future__ import annotations
@@ -100,6 +101,9 @@ class Sequence:
     """How many of the last tokens are drafts, which may be wrong. Not 0 only in what `followed_by` returns."""
     draft_history: DraftHistory = field(default_factory=DraftHistory)
     """How well earlier drafts of this sequence went."""
+    num_replayed: int = 0
+    """Known tokens before the last one that the next step computes again: after wrong drafts, the states of layers that
+    keep one are put back to what they were before those drafts' step."""
     num_drafted_tokens: int = 0
     """Tokens whose KV the draft model has, in the counterparts of the sequence's blocks (model_drafting.py)."""
     num_drafted_blocks: int = 0
@@ -126,8 +130,18 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """1 for a decoding sequence: its last sampled token. More than 1: it is still to be prefilled."""
+        """1 for a decoding sequence: its last sampled token, besides those computed again. More: it is still to be
+        prefilled."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.num_uncomputed_tokens == 1 + self.num_replayed
+
+    @property
+    def is_prefilling(self) -> bool:
+        """It has more to compute than its last token, and those computed again."""
+        return self.num_uncomputed_tokens > 1 + self.num_replayed
 
     @property
     def needs_known_tokens(self) -> bool:
@@ -250,6 +264,15 @@ class DraftPart:
 
 
 @dataclass(frozen=True, slots=True)
+class PutBack:
+    """A sequence's recurrent state is to be what it was before the last step, which kept a copy."""
+
+    copy: int
+    """Among those of the last step."""
+    state_slot: int
+
+
+@dataclass(frozen=True, slots=True)
 class BlockExport:
     """Blocks of a sequence, from its `first_block` on, whose KV is final once this step has written it."""
 
@@ -301,6 +324,9 @@ class SchedulerOutput:
     state_exports: list[StateExport] = field(default_factory=list)
     draft_parts: list[DraftPart] = field(default_factory=list)
     """What the draft model or head must compute before: see `Scheduler.take_drafts`."""
+    put_back: list[PutBack] = field(default_factory=list)
+    """States that the last step has spoilt with wrong drafts. This step first puts them back; then it keeps copies of
+    those of all sequences with drafts, in their order."""
 
     @property
     def sampled_seqs(self) -> list[Sequence]:

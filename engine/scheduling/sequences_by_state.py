@@ -72,7 +72,7 @@ class SequencesByState:
 
     def _prefilling(self) -> list[Sequence]:
         """Admitted sequences that have more to compute than their last sampled token."""
-        return [seq for seq in chain(self.loading.values(), self.running) if seq.num_uncomputed_tokens > 1]
+        return [seq for seq in chain(self.loading.values(), self.running) if seq.is_prefilling]
 
     def check_integrity(self) -> list[str]:
         """Recount the rows of states. Returns one sentence per error; empty if there are none."""
@@ -116,7 +116,7 @@ class SequencesByState:
         assert not seq.num_steps_in_flight
         self._remove(seq)
         self._block_manager.free(seq)
-        seq.num_computed_tokens = seq.num_drafted_tokens = seq.num_drafted_blocks = 0
+        seq.num_computed_tokens = seq.num_replayed = seq.num_drafted_tokens = seq.num_drafted_blocks = 0
         seq.num_preemptions += 1
         seq.status = SequenceStatus.WAITING
         self.waiting.appendleft(seq)

@@ -3,12 +3,16 @@ the tokens and logprobs, to the bit, that one without prefix caching gives it al
 
 Prompts begin like earlier ones, continue or leave them, or are those of others at the same time. Pools are so small
 that sequences preempt each other and snapshots are evicted. Some requests are aborted, some go on in another engine.
+Some engines guess, by lookup or with a draft model, so that states are put back.
 Everything follows from the seed in brackets in a test's name.
 """
 
 from __future__ import annotations
 
+import json
 import random
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +20,7 @@ from typing import Any
 import pytest
 import transformers
 from handover import handed_over
-from model_bench import save_model
+from model_bench import SMALL, save_model
 from transformers_cases import GRANITE_H, LFM2, QWEN3_5
 
 from engine.engine_args import EngineArgs
@@ -26,6 +30,7 @@ from engine.outputs import TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.scheduling import snapshots
 
+DRAFTS = "draft model"
 MODELS = {"delta": QWEN3_5, "convolutions": LFM2, "mamba-2": GRANITE_H}
 VOCAB_SIZE, MAX_MODEL_LEN, NUM_ROUNDS = 97, 128, 8
 SEEDS = [(name, seed) for seed in range(3) for name in MODELS]
@@ -54,7 +59,27 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, config in MODELS.items():
         made[name] = tmp_path_factory.mktemp("model")
         save_model(transformers.AutoConfig.for_model(**config | {"architectures": None}), made[name])
+    made[DRAFTS] = tmp_path_factory.mktemp("draft")
+    save_model(transformers.LlamaConfig(**SMALL | {"vocab_size": VOCAB_SIZE}), made[DRAFTS])
     return made
+
+
+def random_guesses(folders: dict[str, Path], rng: random.Random) -> str:
+    """A speculative_config; empty for none."""
+    if rng.random() < 0.3:
+        return ""
+    guessing: dict[str, Any] = {"num_speculative_tokens": rng.randint(1, 5)}
+    guessing |= {"prompt_lookup_min": 1} if rng.random() < 0.6 else {"model": str(folders[DRAFTS])}
+    return json.dumps(guessing)
+
+
+@pytest.fixture(scope="module")
+def drafts() -> Iterator[Counter[str]]:
+    """Counts guesses in all rounds."""
+    counts: Counter[str] = Counter()
+    yield counts
+    if counts["rounds"] >= len(SEEDS):
+        assert min(counts["right"], counts["wrong"]) > 50, "the rounds test little"
 
 
 def engine_of(folder: Path, *, is_ahead: bool = False, **settings: Any) -> LLMEngine:
@@ -82,6 +107,8 @@ class Conversations:
         params = SamplingParams(
             temperature=rng.choice([0.0, 1.0]), seed=rng.randrange(3), max_tokens=rng.choice([1, 2, 8, 25]),
             ignore_eos=True, logprobs=rng.choice([None, 1]),
+            # Of few tokens, many guesses are right.
+            allowed_token_ids=frozenset(rng.sample(range(3, VOCAB_SIZE - 1), 3) if rng.random() < 0.5 else ()),
         )  # fmt: skip
         return [Request(tuple(prompt or [5]), params, rng.choice(["", "", "", "s"]))] * rng.choice([1, 1, 1, 2])
 
@@ -127,7 +154,7 @@ def serve(engine: LLMEngine, requests: dict[str, Request], rng: random.Random) -
     ("name", "seed"), [*SEEDS, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE_SEEDS)]
 )
 def test_answers_with_snapshots(
-    name: str, seed: int, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    name: str, seed: int, folders: dict[str, Path], drafts: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(f"{name} {seed}")
     monkeypatch.setattr(snapshots, "MIN_TOKENS", rng.choice([1, 8, 16, 40]))
@@ -137,7 +164,11 @@ def test_answers_with_snapshots(
     plain = engine_of(folders[name], enable_prefix_caching=False, num_kv_blocks=200)
     least = MAX_MODEL_LEN // 16 + plain.block_manager.num_state_blocks
     settings["num_kv_blocks"] = least + rng.choice([0, 3, least, 4 * least])
-    engine, decode = (engine_of(folders[name], is_ahead=rng.random() < 0.5, **settings) for _ in range(2))
+    guesses = [random_guesses(folders, rng) for _ in range(2)]
+    engine, decode = (
+        engine_of(folders[name], is_ahead=not each and rng.random() < 0.7, speculative_config=each, **settings)
+        for each in guesses
+    )
     alone, conversations = Alone(plain), Conversations(rng)
     for number in range(NUM_ROUNDS):
         asked = [request for _ in range(rng.randint(1, 6)) for request in conversations.next()]
@@ -158,3 +189,6 @@ def test_answers_with_snapshots(
         ledger, problems = each.audit()
         assert not problems
         assert ledger.num_free == ledger.num_blocks
+        stats = each.stats
+        drafts.update(right=stats.num_accepted_tokens, wrong=stats.num_draft_tokens - stats.num_accepted_tokens)
+    drafts.update(rounds=1)

@@ -83,7 +83,7 @@ async def test_settings_that_no_process_accepts_are_refused_before_anything_is_s
         ({"quantization": "int7"}, LLAMA, {"a": 0}, "quantization must be one of .*, is 'int7'"),
         ({"quantization": "fp8"}, LLAMA, {"a": 0}, "quantization fp8 cannot work here: it needs a GPU of compute"),
         ({"model": "nowhere"}, LLAMA, {"a": 0}, "model 'nowhere' cannot be prepared: see the lines above"),
-        ({}, LFM2, {"a": 0}, "it has layers that keep a state in place of keys and values, and no step takes back"),
+        ({}, LFM2, {"a": 0}, "it has layers that keep a state in place of keys and values, and cannot guess"),
         ({}, LLAMA | {"num_hidden_layers": 0}, {"a": 0}, ".*num_hidden_layers must be .*, is 0"),
         ({}, LLAMA, {"a": 1, "b": 0}, "its tokenizer is not the model's, .* 'a' is token 1 there, and 0 here"),
         (
@@ -122,8 +122,8 @@ async def test_a_draft_model_that_workers_would_refuse_is_refused_before_anythin
     [
         (
             LFM2,
-            {"speculative_config": '{"num_speculative_tokens": 3}'},
-            "--speculative-config must be empty: the",
+            {"speculative_config": '{"method": "mtp", "num_speculative_tokens": 3}'},
+            "--speculative-config method 'mtp': transformers' code computes the model, and only our own decoder",
         ),
         (LFM2, {"kv_offloading_size": 0.1}, "--kv-offloading-size must be 0: the model has layers that keep a state"),
         pytest.param(

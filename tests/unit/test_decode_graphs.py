@@ -56,6 +56,8 @@ def step_of(
         state_slots=np.array(state_slots or [], dtype=np.int64),
         loaded_states=tables,
         saved_states=tables,
+        restored_states=tables,
+        kept_states=none,
         feature_rows=none,
         has_exports=False,
     )

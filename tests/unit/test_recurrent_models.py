@@ -3,6 +3,8 @@ step computes, after a preemption, and where another engine goes on from the sta
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +60,46 @@ def model_and_folder(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[An
 def folder(tmp_path: Path) -> Path:
     save_model(CONFIGS["qwen3.5"](), tmp_path)
     return tmp_path
+
+
+REPEATING = replace(GREEDY, max_tokens=30, allowed_token_ids=frozenset(range(20, 24)))
+
+
+def test_guesses_that_were_wrong_are_taken_back(model_and_folder: tuple[Any, Path]) -> None:
+    """In the states, too: alone and beside others."""
+    _, folder = model_and_folder
+    prompts = [random_tokens(length, seed=length) for length in (9, 23, 30)]
+    plain = engine_of(folder)
+    expected = [alone(plain, prompt, REPEATING) for prompt in prompts]
+    guessing = engine_of(folder, speculative_config='{"num_speculative_tokens": 4, "prompt_lookup_min": 1}')
+    assert [alone(guessing, prompt, REPEATING) for prompt in prompts] == expected
+    for number, prompt in enumerate(prompts):
+        guessing.add_request(str(number), prompt, REPEATING)
+    tokens: dict[str, list[int]] = {str(number): [] for number in range(len(prompts))}
+    while guessing.has_unfinished_requests():
+        for output in guessing.step():
+            tokens[output.request_id] += output.token_ids
+        assert guessing.audit()[1] == []
+    assert list(tokens.values()) == expected
+    stats = guessing.stats
+    assert stats.num_accepted_tokens > 10
+    assert stats.num_draft_tokens - stats.num_accepted_tokens > 10
+    check_at_rest(guessing)
+
+
+@torch.inference_mode()
+def test_rows_are_copied_and_put_back(folder: Path) -> None:
+    states = engine_of(folder, speculative_config='{"num_speculative_tokens": 1}').executor._worker.runner._states
+    assert states is not None
+    rows = states._rows
+    rows.copy_(torch.arange(len(rows), dtype=torch.uint8)[:, None].expand_as(rows))
+    before = rows.clone()
+    states.keep(np.array([2, 0]))
+    assert torch.equal(rows[:5], before[:5])
+    rows[:4] = 77
+    states.put_back(np.array([[1, 0], [0, 2]]))
+    assert torch.equal(rows[[0, 2]], before[[0, 2]])
+    assert (rows[[1, 3]] == 77).all()
 
 
 def test_logits_are_those_of_transformers(model_and_folder: tuple[Any, Path]) -> None:
@@ -261,10 +303,13 @@ def test_what_our_layers_do_not_compute_is_refused(
 
 
 def test_what_cannot_go_back_to_an_earlier_token_is_refused(folder: Path) -> None:
-    drafts = '{"method": "ngram", "num_speculative_tokens": 2}'
-    for setting, value in (("speculative_config", drafts), ("kv_offloading_size", 1)):
-        with pytest.raises(ValueError, match=f"{setting} must be .* keep a state in place of keys and values"):
-            engine_config(folder, **{setting: value})
+    with pytest.raises(ValueError, match=r"kv_offloading_size must be 0: .* keep a state in place of keys and values"):
+        engine_config(folder, kv_offloading_size=1)
+    for drafts in ({"method": "mtp"}, {"method": "eagle3", "model": str(folder)}):
+        with pytest.raises(
+            ValueError, match="speculative_config method must be 'ngram' or 'draft_model': the model has"
+        ):
+            engine_config(folder, speculative_config=json.dumps(drafts | {"num_speculative_tokens": 2}))
     with pytest.raises(ValueError, match=r"num_kv_blocks .*, what max_model_len=100 and a state of .* GiB need, is 26"):
         engine_config(folder, num_kv_blocks=26, max_model_len=100)
     assert finish(engine_of(folder)) == []
