@@ -119,18 +119,17 @@ class RecurrentStates:
 
     def keep(self, slots: Integers) -> None:
         """Copy rows to the copies from 0 on."""
-        if len(slots):
-            copies = self._num_slots + 1 + np.arange(len(slots))
-            self._copy(slots, copies)
+        for copy, slot in enumerate(slots.tolist()):
+            self._copy_row(copy).copy_(self._rows[slot])
 
     def put_back(self, pairs: Integers) -> None:
         """Copy copies back to rows. `pairs`: [rows, 2] which copy, which row."""
-        if len(pairs):
-            self._copy(self._num_slots + 1 + pairs[:, 0], pairs[:, 1])
+        for copy, slot in pairs.tolist():
+            self._rows[slot].copy_(self._copy_row(copy))
 
-    def _copy(self, sources: Integers, targets: Integers) -> None:
-        sent = to_device(np.stack([sources, targets]), self._device)
-        self._rows.index_copy_(0, sent[1], self._rows[sent[0]])
+    def _copy_row(self, copy: int) -> torch.Tensor:
+        # One at a time: of several, torch would make another copy meanwhile, of a gigabyte.
+        return self._rows[self._num_slots + 1 + copy]
 
     def save(self, kv_pool: torch.Tensor, slot: int, block_ids: Sequence[int]) -> None:
         """Copy a row to blocks of the pool."""
