@@ -10,7 +10,8 @@ latent_attention.py       attention to latents: deepseek_config.py
 feed_forward.py           dense
 experts.py                a few of many: experts_config.py, expert_choice.py, chosen_experts.py, expert_products.py
 
-draft_head.py             what guesses from a model's hidden states: an EAGLE-3 head (eagle_head.py, eagle_config.py)
+draft_head.py             what guesses from a model's hidden states: an EAGLE-3 head (eagle_head.py, eagle_config.py),
+                          or the head of its own checkpoint (mtp_head.py, mtp_config.py)
 
 transformers_model.py     transformers' code over our attention, as transformers_config.py describes it, which
                           transformers_probe.py, mask_probe.py and product_probe.py find out;
