@@ -360,7 +360,7 @@ class LLMEngine:
 
     def _note(self, output: SchedulerOutput, request_outputs: list[RequestOutput], seconds: float) -> None:
         """Record what a step computed and how long it took, for the pace of later steps and for the statistics."""
-        nums_tokens = [s.num_new_tokens - len(s.draft_token_ids) for s in output.scheduled]
+        nums_tokens = [s.num_new_tokens - len(s.draft_token_ids) - s.num_replayed for s in output.scheduled]
         num_decoding = nums_tokens.count(1)
         num_prefill_tokens = sum(nums_tokens) - num_decoding
         self._pace.note(num_decoding=num_decoding, num_prefill_tokens=num_prefill_tokens, seconds=seconds)

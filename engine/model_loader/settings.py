@@ -184,7 +184,7 @@ def load_format_of_draft(args: EngineArgs) -> str:
 
 
 def check_beside_states(args: EngineArgs) -> None:
-    """Raise `ValueError` if `args` cannot work with layers that keep a state, which no step can take back."""
+    """Raise `ValueError` if `args` cannot work with layers that keep a state."""
     why = "the model has layers that keep a state in place of keys and values"
     speculation = SpeculativeConfig.parse(args.speculative_config)
     if speculation is not None and speculation.has_head:

@@ -125,6 +125,7 @@ class RecurrentStates:
     def put_back(self, pairs: Integers) -> None:
         """Copy copies back to rows. `pairs`: [rows, 2] which copy, which row."""
         for copy, slot in pairs.tolist():
+            assert slot >= 0
             self._rows[slot].copy_(self._copy_row(copy))
 
     def _copy_row(self, copy: int) -> torch.Tensor:

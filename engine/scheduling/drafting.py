@@ -37,6 +37,11 @@ PATIENCE = {"ngram": 1, "draft_model": 8, "eagle3": 8, "mtp": 8}
 wrong now and then."""
 
 
+MOST_REPLAYED = 6
+"""A sequence that computes more tokens again gets no drafts, so that its state catches up. Up to eight rows take hardly
+longer than one (docs/performance.md)."""
+
+
 class Planner(Protocol):
     """Decides what a draft model or head computes before a step."""
 
@@ -111,7 +116,7 @@ class Drafting:
         seq = scheduled.seq
         num_left = self._stop_rule.num_left(seq, len(seq))
         most = min(config.num_speculative_tokens, budget, num_left - 1)
-        if most < 1 or seq.is_prefill_only:
+        if most < 1 or seq.is_prefill_only or seq.num_replayed > MOST_REPLAYED:
             return scheduled, None
         if self._model is None or seq.grammar is not None:
             scheduled = self._looked_up(scheduled, config, most)

@@ -67,7 +67,7 @@ class ModelDrafting:
 
     def settle(self, seq: Sequence) -> None:
         """A step has dropped the wrong drafts of `seq`: forget what the draft model has read of them."""
-        seq.num_drafted_tokens = min(seq.num_drafted_tokens, seq.num_computed_tokens)
+        seq.num_drafted_tokens = min(seq.num_drafted_tokens, seq.num_computed_tokens + seq.num_replayed)
 
     def _find_read(self, seq: Sequence) -> None:
         """Note the blocks that have become full, or find those that the draft model has read for others."""

@@ -214,6 +214,8 @@ class ScheduledSequence:
     """Blocks that the sequence's state is saved to, as it is after these tokens; empty: it is not saved."""
     first: int = field(init=False)
     """Position of the first computed token."""
+    num_replayed: int = field(init=False)
+    """How many of the computed tokens were computed before: see `Sequence`."""
     is_sampled: bool = field(init=False)
     """Whether the step computes the sequence's last token, and so samples the next one, and one after each draft."""
     prompt_positions: range = field(init=False)
@@ -222,6 +224,7 @@ class ScheduledSequence:
     def __post_init__(self) -> None:
         seq = self.seq
         object.__setattr__(self, "first", seq.num_computed_tokens)
+        object.__setattr__(self, "num_replayed", seq.num_replayed)
         num_known = self.num_new_tokens - len(self.draft_token_ids)
         object.__setattr__(self, "is_sampled", num_known == seq.num_uncomputed_tokens)
         positions = range(0)

@@ -29,6 +29,7 @@ from engine.model_loader import create_engine_config
 from engine.outputs import TokenLogprobs
 from engine.sampling_params import SamplingParams
 from engine.scheduling import snapshots
+from engine.scheduling.sequence import SchedulerOutput
 
 DRAFTS = "draft model"
 MODELS = {"delta": QWEN3_5, "convolutions": LFM2, "mamba-2": GRANITE_H}
@@ -88,6 +89,19 @@ def engine_of(folder: Path, *, is_ahead: bool = False, **settings: Any) -> LLMEn
     if config.device.attention_backend != "cpu":
         pytest.skip("no CPU kernels here")
     return LLMEngine(replace(config, scheduler=replace(config.scheduler, async_scheduling=is_ahead)))
+
+
+def check_budget(engine: LLMEngine, max_tokens: int) -> None:
+    """Let no step be scheduled that computes more tokens."""
+    scheduler = engine._scheduler
+    schedule = scheduler.schedule
+
+    def checked(*args: Any) -> SchedulerOutput:
+        output = schedule(*args)
+        assert sum(item.num_new_tokens for item in output.scheduled) <= max_tokens
+        return output
+
+    scheduler.schedule = checked  # type: ignore[method-assign]
 
 
 class Conversations:
@@ -169,6 +183,8 @@ def test_answers_with_snapshots(
         engine_of(folders[name], is_ahead=not each and rng.random() < 0.7, speculative_config=each, **settings)
         for each in guesses
     )
+    for each in (engine, decode):
+        check_budget(each, settings["max_num_batched_tokens"])
     alone, conversations = Alone(plain), Conversations(rng)
     for number in range(NUM_ROUNDS):
         asked = [request for _ in range(rng.randint(1, 6)) for request in conversations.next()]

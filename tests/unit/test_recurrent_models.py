@@ -84,7 +84,45 @@ def test_guesses_that_were_wrong_are_taken_back(model_and_folder: tuple[Any, Pat
     stats = guessing.stats
     assert stats.num_accepted_tokens > 10
     assert stats.num_draft_tokens - stats.num_accepted_tokens > 10
+    reused = stats.num_prefix_hits_tokens
+    assert stats.num_prompt_tokens + reused == 2 * sum(map(len, prompts)), "tokens computed again are no prompt's"
     check_at_rest(guessing)
+
+
+def test_a_prompt_does_not_wait_for_answers_that_compute_tokens_again(folder: Path) -> None:
+    """Steps with such answers are no steps with prompts, of which some must be followed by some without."""
+    engine = engine_of(
+        folder, max_num_seqs=8, max_model_len=128,
+        speculative_config='{"num_speculative_tokens": 3, "prompt_lookup_min": 1}',
+    )  # fmt: skip
+    few = replace(GREEDY, temperature=1.0, max_tokens=100, allowed_token_ids=frozenset(range(20, 23)))
+    for number in range(6):
+        engine.add_request(str(number), random_tokens(12, seed=number), replace(few, seed=number))
+    waited = []
+    for number in range(12):
+        engine.add_request(f"late {number}", random_tokens(40, seed=50 + number), replace(GREEDY, max_tokens=1))
+        num_steps, outputs = 0, list[RequestOutput]()
+        while not any(output.request_id == f"late {number}" for output in outputs):
+            num_steps, outputs = num_steps + 1, engine.step()
+        waited.append(num_steps)
+    assert engine.stats.num_accepted_tokens > 10
+    assert max(waited) <= 3
+
+
+def test_a_state_is_put_back_only_where_its_sequence_still_has_it(folder: Path) -> None:
+    engine = engine_of(folder, speculative_config='{"num_speculative_tokens": 3, "prompt_lookup_min": 1}')
+    scheduler, num_spoilt = engine._scheduler, 0
+    for number in range(6):
+        params = replace(REPEATING, temperature=1.0, seed=number)
+        engine.add_request(str(number), random_tokens(12, seed=number), params)
+        while engine.has_unfinished_requests():
+            engine.step()
+            if scheduler._drafting.put_back():
+                num_spoilt += 1
+                assert engine.abort(str(number))
+                assert scheduler._drafting.put_back() == []
+    assert num_spoilt > 3
+    check_at_rest(engine)
 
 
 @torch.inference_mode()
