@@ -91,22 +91,22 @@ def test_guesses_that_were_wrong_are_taken_back(model_and_folder: tuple[Any, Pat
 
 def test_a_prompt_does_not_wait_for_answers_that_compute_tokens_again(folder: Path) -> None:
     """Steps with such answers are no steps with prompts, of which some must be followed by some without."""
-    engine = engine_of(
-        folder, max_num_seqs=8, max_model_len=128,
-        speculative_config='{"num_speculative_tokens": 3, "prompt_lookup_min": 1}',
-    )  # fmt: skip
-    few = replace(GREEDY, temperature=1.0, max_tokens=100, allowed_token_ids=frozenset(range(20, 23)))
-    for number in range(6):
+    speculation = '{"num_speculative_tokens": 5, "prompt_lookup_min": 1}'
+    config = engine_config(folder, max_num_seqs=8, max_model_len=128, max_itl_ms=5.0, speculative_config=speculation)
+    # Of so many answers, some compute tokens again in nearly every step.
+    engine = LLMEngine(replace(config, scheduler=replace(config.scheduler, draft_batch_tokens=64)))
+    few = replace(GREEDY, temperature=1.0, max_tokens=110, allowed_token_ids=frozenset(range(20, 23)))
+    for number in range(7):
         engine.add_request(str(number), random_tokens(12, seed=number), replace(few, seed=number))
     waited = []
-    for number in range(12):
+    for number in range(14):
         engine.add_request(f"late {number}", random_tokens(40, seed=50 + number), replace(GREEDY, max_tokens=1))
         num_steps, outputs = 0, list[RequestOutput]()
         while not any(output.request_id == f"late {number}" for output in outputs):
             num_steps, outputs = num_steps + 1, engine.step()
         waited.append(num_steps)
     assert engine.stats.num_accepted_tokens > 10
-    assert max(waited) <= 3
+    assert max(waited) <= 8
 
 
 def test_a_state_is_put_back_only_where_its_sequence_still_has_it(folder: Path) -> None:
