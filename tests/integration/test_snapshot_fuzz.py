@@ -19,7 +19,9 @@ from typing import Any
 
 import pytest
 import transformers
+from grammar_cases import EOS, KINDS, grammar_text, tokenizer
 from handover import handed_over
+from lora_folders import CONFIG as LORA_CONFIG
 from model_bench import SMALL, save_model
 from transformers_cases import GRANITE_H, LFM2, QWEN3_5
 
@@ -208,3 +210,32 @@ def test_answers_with_snapshots(
         stats = each.stats
         drafts.update(right=stats.num_accepted_tokens, wrong=stats.num_draft_tokens - stats.num_accepted_tokens)
     drafts.update(rounds=1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_text_that_grammars_force(name: str, tmp_path: Path) -> None:
+    """It is guessed, and what the model splits into other tokens is taken back."""
+    fields = MODELS[name] | {"architectures": None, "vocab_size": LORA_CONFIG["vocab_size"], "eos_token_id": EOS}
+    save_model(transformers.AutoConfig.for_model(**fields | {"pad_token_id": 0}), tmp_path)
+    tokenizer().save(str(tmp_path / "tokenizer.json"))
+    answers = []
+    for guesses in ("", '{"num_speculative_tokens": 4, "prompt_lookup_min": 1}'):
+        engine = engine_of(tmp_path, num_kv_blocks=300, speculative_config=guesses)
+        told: dict[str, list[int]] = {}
+        for number, kind in enumerate(KINDS):
+            params = SamplingParams(
+                temperature=0.8 * (number % 2), seed=number, max_tokens=60, grammar=grammar_text(kind)
+            )
+            engine.add_request(str(number), [(7 * j + number) % 50 + 5 for j in range(12 + number)], params)
+            told[str(number)] = []
+            grammar = engine._scheduler.sequences.waiting[-1].grammar
+            assert grammar is not None
+            grammar.wait_until_compiled()
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                told[output.request_id] += output.token_ids
+            assert engine.audit()[1] == []
+        answers.append(told)
+    assert answers[0] == answers[1]
+    assert engine.stats.num_accepted_tokens > 10
+    assert engine.stats.num_draft_tokens > engine.stats.num_accepted_tokens
