@@ -65,7 +65,7 @@ def _planner(config: SchedulerConfig, block_manager: BlockManager) -> Planner | 
 
 
 class Drafting:
-    """One per scheduler. Owns nothing: the sequence owns the blocks of its drafts."""
+    """One per scheduler. Owns only notes: the sequence owns the blocks of its drafts, the runner copies of states."""
 
     def __init__(
         self, config: SchedulerConfig, block_manager: BlockManager, stop_rule: StopRule, stats: SchedulerStats
@@ -87,8 +87,7 @@ class Drafting:
     def add(self, decoding: list[ScheduledSequence], budget: int) -> tuple[list[ScheduledSequence], list[DraftPart]]:
         """Return `decoding` with drafts added where some are found and blocks are available, at most `budget` drafts in
         all, and what the draft model or head must do. Sequences with drafts, or for which it guesses, or of which some
-        tokens are computed again, come last.
-        Prefill-only sequences get none."""
+        tokens are computed again, come last. Prefill-only sequences get none."""
         if self._config is None:
             return decoding, []
         if self._model is not None:
@@ -208,7 +207,7 @@ def _propose(seq: Sequence, config: SpeculativeConfig, most: int) -> list[int]:
         return propose(seq.token_ids, config, num_wanted)
 
     def look_up(forced: list[int]) -> list[int]:
-        if config.model:
+        if config.method != "ngram":
             return []
         return propose(seq.followed_by(forced).token_ids, config, num_wanted - len(forced))
 

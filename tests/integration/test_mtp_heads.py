@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from grammar_cases import grammar_text, tokenizer
 from handover import alone, finish, handed_over
 from heads_at_work import Drafts, agreement, drafted
 from many_endings import answers_of, prompt_of
@@ -25,6 +26,7 @@ from engine.llm_engine import LLMEngine
 from engine.model_loader.settings import check_settings
 from engine.models.stored_weights import AS_STORED
 from engine.sampling_params import SamplingParams
+from engine.scheduling import drafting
 from engine.scheduling.speculation import DraftHistory
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -94,6 +96,24 @@ def test_the_cpu_kernels_guess_as_the_reference_does_but_for_rounding(
     collected = answered(make_engine(folder, num_drafts=1, quantization=quantization, **CPU))
     expected = [(token_ids, reference.guesses(token_ids, 1)) for token_ids, _ in collected]
     assert agreement(collected, expected) > (0.75 if quantization == "none" else 0.6)
+
+
+def test_where_a_grammar_leaves_a_choice_the_head_guesses(
+    deepseek: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is looked up, as with other heads."""
+
+    def look_up(*_: object) -> list[int]:
+        raise AssertionError("looked up")
+
+    monkeypatch.setattr(drafting, "propose", look_up)
+    folder = copied(deepseek, tmp_path)
+    tokenizer().save(str(folder / "tokenizer.json"))
+    engine = make_engine(folder, **CPU)
+    collected = drafted(engine)
+    engine.add_request("r", [7, 8, 9] * 6, replace(GREEDY, ignore_eos=False, grammar=grammar_text("grammar")))
+    finish(engine)
+    assert sum(len(guesses) for _, guesses in collected) > 0
 
 
 def test_answers_that_end_in_every_way(deepseek: Path) -> None:

@@ -33,7 +33,17 @@ def rotate_and_store_latents(
     with the sign of `RotaryEmbedding`. `norm_weight`: [C]. `kv`: a layer of the pool; 8-bit floats saturate.
     `slot_mapping`: [T] int64; nothing is written for slots below 0. Computes in float32, rounded as in `rotate.py`.
     """
-    _launch(q_TX, latent_TR, cos_sin, norm_weight, eps, kv, slot_mapping, out_TNX)
+    num_tokens, num_heads, size = out_TNX.shape
+    latent_dim = len(norm_weight)
+    rotated = latent_TR.shape[1] - latent_dim
+    block_p = triton.next_power_of_2(rotated)
+    heads_per_program = max(VALUES_PER_PROGRAM // block_p, 1)
+    _latent_project_kernel[(num_tokens, triton.cdiv(num_heads, heads_per_program) + 1)](
+        q_TX, latent_TR, *cos_sin, norm_weight, kv, slot_mapping, out_TNX, latent_TR.stride(0), eps,
+        NUM_HEADS=num_heads, QUERY=q_TX.shape[1] // max(num_heads, 1), LATENT=latent_dim, ROTATED=rotated, OUT=size,
+        MAX_FLOAT8=MAX_FLOAT8, BLOCK_A=heads_per_program, BLOCK_C=triton.next_power_of_2(latent_dim), BLOCK_P=block_p,
+        num_warps=4,
+    )  # fmt: skip
 
 
 def store_latents(
@@ -46,30 +56,7 @@ def store_latents(
 ) -> None:
     """`rotate_and_store_latents` without queries."""
     no_heads = latent_TR.new_empty(len(latent_TR), 0, latent_TR.shape[1])
-    _launch(no_heads.flatten(1), latent_TR, cos_sin, norm_weight, eps, kv, slot_mapping, no_heads)
-
-
-def _launch(
-    q_TX: torch.Tensor,
-    latent_TR: torch.Tensor,
-    cos_sin: CosSin,
-    norm_weight: torch.Tensor,
-    eps: float,
-    kv: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    out_TNX: torch.Tensor,
-) -> None:
-    num_tokens, num_heads, size = out_TNX.shape
-    latent_dim = len(norm_weight)
-    rotated = latent_TR.shape[1] - latent_dim
-    block_p = triton.next_power_of_2(rotated)
-    heads_per_program = max(VALUES_PER_PROGRAM // block_p, 1)
-    _latent_project_kernel[(num_tokens, triton.cdiv(num_heads, heads_per_program) + 1)](
-        q_TX, latent_TR, *cos_sin, norm_weight, kv, slot_mapping, out_TNX, latent_TR.stride(0), eps,
-        NUM_HEADS=num_heads, QUERY=q_TX.shape[1] // max(num_heads, 1), LATENT=latent_dim, ROTATED=rotated, OUT=size,
-        MAX_FLOAT8=MAX_FLOAT8, BLOCK_A=heads_per_program, BLOCK_C=triton.next_power_of_2(latent_dim), BLOCK_P=block_p,
-        num_warps=4,
-    )  # fmt: skip
+    rotate_and_store_latents(no_heads.flatten(1), latent_TR, cos_sin, norm_weight, eps, kv, slot_mapping, no_heads)
 
 
 @triton.jit(do_not_specialize=["latent_stride"])
