@@ -15,6 +15,7 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,21 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` deselects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the cases of a test that is marked `one_in(n)`, make all but one in n slow. Steps of the golden ratio choose
+    those that stay, since each nth might have the same value of a parameter."""
+    num_cases: Counter[str] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("one_in")
+        if mark is None or item.get_closest_marker("slow") is not None:
+            continue
+        test = item.nodeid.partition("[")[0]
+        if num_cases[test] * 0.618034 % 1 >= 1 / mark.args[0]:
+            item.add_marker(pytest.mark.slow)
+        num_cases[test] += 1
 
 
 @pytest.hookimpl(optionalhook=True)

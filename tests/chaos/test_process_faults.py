@@ -130,6 +130,7 @@ def test_streams_leave_an_engine_that_hangs_until_it_goes_on(cluster: FragileClu
     check(cluster, prompts + others, answers)
 
 
+@pytest.mark.slow
 def test_an_engine_that_hangs_for_too_long_ends_and_says_where(cluster: FragileCluster, hangs: Path) -> None:
     service = cluster.services["decode-1"]
     restart(cluster, service, "--engine-iteration-timeout-s", str(TIMEOUT_S))

@@ -66,6 +66,7 @@ def test_damaged_kv_is_noticed_and_pushed_again(cluster: FragileCluster) -> None
     check(cluster, prompts, answers)
 
 
+@pytest.mark.slow
 def test_kv_that_is_always_damaged_is_computed_where_it_is_needed(cluster: FragileCluster) -> None:
     """Pushing again does not help: after two repairs the router gives the attempt up, and the next attempt needs no
     transfer."""
@@ -181,6 +182,7 @@ def dripped_in_one_attempt(cluster: FragileCluster, max_tries: int = 3) -> tuple
     raise AssertionError("\n".join(cluster.failed_attempts()[-max_tries:]))
 
 
+@pytest.mark.slow
 def test_a_prefill_worker_told_to_leave_stays_until_its_kv_has_arrived(cluster: FragileCluster) -> None:
     (prompt,) = fresh_prompts(1, LONG)
     worker = cluster.services["prefill-1"]

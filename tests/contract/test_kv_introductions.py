@@ -210,6 +210,7 @@ async def test_what_a_nixl_endpoint_says_is_checked(
         check_endpoint(response)
 
 
+@pytest.mark.one_in(3)
 @needs_nixl
 @over("nixl")
 @pytest.mark.parametrize("rank", [0, 2])

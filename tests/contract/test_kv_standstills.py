@@ -132,6 +132,7 @@ async def test_a_sender_that_stood_still_while_it_was_let_in_does_not_begin(
     await until(receiving.has_freed)
 
 
+@pytest.mark.one_in(2)
 @over("ipc", NIXL)
 @pytest.mark.parametrize("num_turns", [0, 1, 2, 3])
 async def test_a_connection_closed_while_a_push_begins_is_no_wait_for_ever(

@@ -84,6 +84,7 @@ def test_over_http(cluster: RunningCluster) -> None:
         assert http.get("/health").status_code == 200
 
 
+@pytest.mark.slow
 def test_commands(cluster: RunningCluster) -> None:
     commands = (
         ("status",), ("audit",), ("generate", "a", "--max-tokens", "2"), ("top", "--count", "1"),

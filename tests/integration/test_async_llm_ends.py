@@ -225,6 +225,7 @@ async_llm.AsyncLLM(**json.loads(sys.argv[1]))
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_is_interrupted_while_it_loads_a_model_ends_well(settings: dict[str, Any]) -> None:
     """It ends at once, as Python does after Ctrl-C; the loading thread, which is inside torch, does not crash it."""
     command = [sys.executable, "-c", INTERRUPTED, json.dumps(settings, default=str)]

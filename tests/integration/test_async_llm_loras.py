@@ -133,6 +133,7 @@ async def test_who_begins_goes_on_with_the_one_it_began_with(
         assert await llm.engine.call(is_at_rest)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", ["aborted", "left", "shut down"])
 async def test_who_waits_for_room_does_not_wait_for_ever(
     llm: AsyncLLM, folders: dict[str, str], expected: dict[str, list[int]], how: str
@@ -164,6 +165,7 @@ async def test_who_waits_for_room_does_not_wait_for_ever(
     await until(lambda: not llm._loras._tasks)  # type: ignore[union-attr]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("is_another_leaving", [False, True])
 async def test_who_waits_for_room_is_overtaken_by_nobody_who_asks_for_it(
     settings: dict[str, Any], folders: dict[str, str], expected: dict[str, list[int]], is_another_leaving: bool

@@ -52,6 +52,7 @@ def test_the_requests_end_in_every_way(expected: Answers) -> None:
     assert min(reasons.count(FinishReason.STOP), reasons.count(FinishReason.LENGTH)) >= 5
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "settings",
     [{}, {"prefill_chunk_tokens": 8}, {"enable_prefix_caching": False}, {"num_kv_blocks": 66, "max_num_seqs": 9},

@@ -244,6 +244,7 @@ def arm(patch: pytest.MonkeyPatch, point: str, held_s: float = HELD_S) -> None:
     patch.setattr(failpoints, "_armed", failpoints.parse(f"{point}=delay:{held_s}"))
 
 
+@pytest.mark.slow
 async def test_while_it_waits_in_the_router(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.worker_pool.STAY_SHARE", 1e9)  # else the prefill worker could keep it, if we look late
     others = [Asked(cluster) for _ in range(MAX_NUM_SEQS)]

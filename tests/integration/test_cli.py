@@ -281,6 +281,7 @@ def test_a_hangup_and_sigterm_let_a_stream_finish(tmp_path: Path, small: tuple[s
             process.terminate()  # too late to change anything: `run_cluster` sees how it ended
 
 
+@pytest.mark.slow
 def test_ctrl_c_refuses_nothing_that_a_gateway_has_taken(tmp_path: Path, small: tuple[str, ...]) -> None:
     body = json.dumps({"prompt": "Once upon a time", "max_tokens": 3, "ignore_eos": True}).encode()
     with run_cluster(tmp_path / "log", *small, "--aggregated", "--http-port", "0") as cluster:
@@ -302,6 +303,7 @@ def is_refused(host: str, port: int) -> bool:
         return probe.connect_ex((host, port)) != 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_up_though_nobody_reads_its_lines_any_more(small: tuple[str, ...]) -> None:
     """As in `tandem up 2>&1 | tee log`, where Ctrl-C ends tee, too, and sooner."""
     with running("up", *small, "--aggregated", "--listen", "127.0.0.1:0", "--no-http") as process:
@@ -330,6 +332,7 @@ def test_a_sigkill_leaves_no_orphan(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert alive == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 def test_nor_does_one_while_the_model_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -413,6 +416,7 @@ def test_a_busy_port_of_metrics_ends_up_at_once(offset: int, name: str, small: t
     assert "starting it again" not in stderr.decode()
 
 
+@pytest.mark.slow
 def test_a_busy_http_port_names_its_flag(small: tuple[str, ...]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = busy.getsockname()[1]

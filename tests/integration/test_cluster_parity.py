@@ -127,6 +127,7 @@ def test_same_draws_everywhere(
     assert len({tuple(answer) for answer in first}) == len(chosen)
 
 
+@pytest.mark.slow
 def test_same_tokens_with_many_at_once_from_caches(
     cluster: RunningCluster, references: list[Reference], request: pytest.FixtureRequest
 ) -> None:

@@ -127,6 +127,7 @@ def test_tokens_that_it_does_not_know_are_never_guessed() -> None:
     assert logits.tolist() == [[-1.0] * 4 + [float("-inf")] * 2] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.8])
 def test_answers_with_a_form(
     tmp_path: Path, parts: list[tuple[str, int, int, int]], model_folder: Path, few_layers: Path, temperature: float

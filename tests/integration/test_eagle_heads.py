@@ -68,6 +68,7 @@ def test_a_head_that_knows_the_answer_is_always_right(tmp_path: Path, backend: d
     assert engine.stats.num_steps <= 1 + -(-29 // (num_drafts + 1)) + 1
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -102,6 +103,7 @@ def test_guesses_are_those_of_the_reference(tmp_path: Path, fields: dict[str, An
     assert sum(guesses != [] for _, guesses in collected) > 20
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "config", [GEMMA2, GPT_OSS, QWEN3_MOE | {"num_hidden_layers": 3}], ids=lambda of: of["model_type"]
 )
@@ -136,6 +138,7 @@ def test_hidden_states_of_transformers_code(tmp_path: Path, config: dict[str, An
         assert guesses == reference.guesses(token_ids, features_TF, len(guesses))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", [CPU, PLAIN], ids=["cpu", "torch"])
 def test_drawn_guesses_are_right_while_the_ring_is_kept(tmp_path: Path, backend: dict[str, Any]) -> None:
     ring, head = write_ring(tmp_path / "ring"), write_ring_head(tmp_path / "head")
@@ -147,6 +150,7 @@ def test_drawn_guesses_are_right_while_the_ring_is_kept(tmp_path: Path, backend:
     assert num_wrong(engine) > 10
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", [CPU, PLAIN], ids=["cpu", "torch"])
 def test_answers_that_end_in_every_way(tmp_path: Path, backend: dict[str, Any]) -> None:
     """All parameters, in batches, with a pool in which sequences are preempted."""
@@ -264,6 +268,7 @@ def test_a_head_computes_as_the_model_does(tmp_path: Path, fields: dict[str, Any
     assert num_wrong(engine) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "backend", [pytest.param(CPU, id="cpu"), pytest.param(PLAIN, id="torch", marks=pytest.mark.slow)]
 )
@@ -288,6 +293,7 @@ def test_ranks_guess_what_one_rank_guesses(tmp_path: Path, always_guessing: None
     assert agreement(found, expected) == 1.0
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_within_the_rounds(tmp_path: Path) -> None:
     """Nothing waits for it, and the error names it."""
     ring, head = write_ring(tmp_path / "ring"), write_ring_head(tmp_path / "head")

@@ -170,6 +170,7 @@ def met() -> Iterator[Counter[str]]:
         assert [name for name in MET if not counts[name]] == [], "the rounds test little"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "seed"), [*ROUNDS, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE_ROUNDS)]
 )

@@ -364,11 +364,13 @@ def met() -> Iterator[Counter[str]]:
         assert [name for name in MET if not counts[name]] == [], "the rounds test little"
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("seed", [*SEEDS, *(pytest.param(seed, marks=pytest.mark.slow) for seed in MORE_SEEDS)])
 def test_each_answer_is_that_of_the_request_alone(seed: int, folder: Path, met: Counter[str]) -> None:
     met.update(check_round(folder, seed))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "seed",
     [*SEEDS_OF_OWN_HEADS, *(pytest.param(seed, marks=pytest.mark.slow) for seed in MORE_SEEDS_OF_OWN_HEADS)],

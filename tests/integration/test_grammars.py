@@ -106,6 +106,7 @@ def has_form(kind: str, text: str) -> bool:
 GUESSING = {"speculative_config": '{"num_speculative_tokens": 4, "prompt_lookup_min": 1}'}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "settings",
     [{}, {"prefill_chunk_tokens": 8}, {"num_kv_blocks": 80, "max_num_seqs": 9, "enable_prefix_caching": False}],
@@ -158,6 +159,7 @@ def test_what_alone_may_come_takes_no_steps_of_its_own(folder: Path) -> None:
     assert num_fewer <= 10
 
 
+@pytest.mark.one_in(3)
 @EITHER
 @pytest.mark.parametrize(
     "settings",

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from clusters import RunningCluster
 
 from protos import tandem_inference_pb2 as pb
 from tandem.client import Client
 
 
+@pytest.mark.slow
 def test_short_prompts_are_moved_until_it_is_known_what_that_takes(
     start_cluster: Callable[..., RunningCluster], few_layers: Path
 ) -> None:

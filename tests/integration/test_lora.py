@@ -108,6 +108,7 @@ def test_tokens_are_those_of_the_model_with_the_adapter_in_its_weights(
     assert engine.stats.num_preemptions > 0
 
 
+@pytest.mark.slow
 def test_ranks_have_parts_of_adapters(folder: Path, expected: dict[Asked, list[int]]) -> None:
     """Covers products that are summed over ranks and products that are not, in one batch."""
     with closing(

@@ -138,6 +138,7 @@ def test_over_http(cluster: RunningCluster, expected: dict[str, list[int]]) -> N
         assert "'a', 'b'" in refused.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_one_that_is_put_into_the_folder_and_taken_away(
     cluster: RunningCluster, folder: Path, expected: dict[str, list[int]]
 ) -> None:

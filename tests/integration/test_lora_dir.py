@@ -128,6 +128,7 @@ async def test_no_more_of_those_that_leave_make_room_than_is_needed(tiny_model: 
         await engine.close()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 async def test_adapters_come_are_exchanged_and_go(
     tiny_cluster: Cluster, tiny_model: Path, folder: Path, num_ranks: int

@@ -106,6 +106,7 @@ def test_the_stream_goes_on_at_the_next_position(cluster: RunningCluster, name: 
     cluster.wait_until_at_rest(60)
 
 
+@pytest.mark.slow
 def test_several_answers_go_on_each_at_its_next_position(cluster: RunningCluster) -> None:
     """They are so long that they still run when their worker is found, on any machine."""
     sampling = {
@@ -168,6 +169,7 @@ def test_a_killed_router_is_no_end_of_a_stream(cluster: RunningCluster, name: st
     cluster.wait_until_at_rest(60)
 
 
+@pytest.mark.slow
 def test_a_killed_router_is_no_end_of_several_answers(cluster: RunningCluster) -> None:
     """The answers continue the last message of a chat whose prompt is truncated; the prompt's tokens are sent once."""
     messages = [*MESSAGES, {"role": "assistant", "content": "The capital"}]

@@ -88,6 +88,7 @@ def test_guesses_are_those_of_the_reference(model: tuple[Path, Reference]) -> No
         assert guesses == reference.guesses(token_ids, len(guesses))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 def test_the_cpu_kernels_guess_as_the_reference_does_but_for_rounding(
     model: tuple[Path, Reference], quantization: str
@@ -186,6 +187,7 @@ def test_a_checkpoint_with_weights_in_8_bits(
 # -- where keys and values come from ----------------------------------------------------------------------------
 
 
+@pytest.mark.one_in(3)
 def test_a_prompt_from_another_engine(model: tuple[Path, Reference]) -> None:
     """It brings the head's latents as those of one more layer. The first token after it has no feature."""
     folder, reference = model
@@ -196,6 +198,7 @@ def test_a_prompt_from_another_engine(model: tuple[Path, Reference]) -> None:
     check_without_feature(found, reference, len(LONG_PROMPT))
 
 
+@pytest.mark.one_in(3)
 def test_blocks_of_the_prefix_cache_have_the_heads_latents(model: tuple[Path, Reference]) -> None:
     """The head reads what it has not computed. The first token after them has no feature."""
     folder, reference = model

@@ -81,13 +81,13 @@ def tokens_of(outputs: list[BeamSearchOutput]) -> list[list[list[int]]]:
     return [[each.tokens for each in output.sequences] for output in outputs]
 
 
-def test_transformers_finds_the_same(model_folder: Path) -> None:
+def test_transformers_finds_the_same(few_layers: Path) -> None:
     """If no answer ends, both searches have the same definition."""
-    llm = LLM(model=str(model_folder), dtype="float32", max_model_len=256, kv_cache_gib=0.05, num_threads=1)
+    llm = LLM(model=str(few_layers), dtype="float32", max_model_len=256, kv_cache_gib=0.05, num_threads=1)
     prompt = "Once upon a time, in a land of"
     token_ids = llm.get_tokenizer().encode(prompt)
     (output,) = llm.beam_search(prompt, BeamSearchParams(4, 8, ignore_eos=True, skip_special_tokens=False))
-    found = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).generate(
+    found = AutoModelForCausalLM.from_pretrained(few_layers, dtype=torch.float32).generate(
         torch.tensor([token_ids]), num_beams=4, num_return_sequences=4, max_new_tokens=8, do_sample=False,
         eos_token_id=-1, pad_token_id=0, length_penalty=0.0, return_dict_in_generate=True, output_scores=True,
     )  # fmt: skip

@@ -57,6 +57,7 @@ def test_how_likely_tokens_were_is_as_transformers_sees_it(exact_llm: LLM, model
     assert max(told[t].rank for t, told in zip(answer.token_ids, answer.logprobs, strict=True)) > 1, "one was drawn"
 
 
+@pytest.mark.slow
 def test_how_likely_a_prompt_was_is_as_transformers_sees_it(model_folder: Path) -> None:
     """The prompt is computed in chunks, and computed again although it is cached."""
     llm = LLM(

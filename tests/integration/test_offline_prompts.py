@@ -15,8 +15,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=4)
 
 
 @pytest.fixture(scope="module")
-def llm(model_folder: Path) -> LLM:
-    return LLM(model=str(model_folder), max_model_len=1024, kv_cache_gib=0.1, num_threads=1)
+def llm(few_layers: Path) -> LLM:
+    return LLM(model=str(few_layers), max_model_len=1024, kv_cache_gib=0.1, num_threads=1)
 
 
 def test_its_tokenizer_reads_prompts_and_writes_answers_as_it_does(llm: LLM) -> None:
@@ -52,6 +52,7 @@ def test_a_text_may_have_a_salt_too_and_none_is_none(llm: LLM) -> None:
     assert num_cached(llm, text)[0] > 0
 
 
+@pytest.mark.slow
 def test_of_a_long_prompt_the_end_is_used(llm: LLM) -> None:
     ids, text = list(range(1000, 2100)), "One prompt, and no end. " * 8
     of_text = llm.get_tokenizer().encode(text)
@@ -98,9 +99,9 @@ def test_what_is_no_salt_is_named(llm: LLM, prompts: Any, complaint: str) -> Non
     assert str(raised.value).startswith(complaint)
 
 
-def test_who_asks_for_no_chat_needs_no_template(model_folder: Path, tmp_path: Path) -> None:
+def test_who_asks_for_no_chat_needs_no_template(few_layers: Path, tmp_path: Path) -> None:
     """`generate`, and `chat` with the caller's own template, work although the model's template is broken."""
-    for path in model_folder.glob("token*.json"):
+    for path in few_layers.glob("token*.json"):
         (tmp_path / path.name).symlink_to(path)
     shape = {
         "architectures": ["LlamaForCausalLM"], "vocab_size": 49_152, "hidden_size": 48, "intermediate_size": 80,

@@ -45,6 +45,7 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
     return [answer.token_ids for output in outputs for answer in output.outputs]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("messages", "ending", "has_begun"),
     [

@@ -24,6 +24,7 @@ BLOCK_BYTES = 2 * 2 * 2 * 4 * 8 * 4
 PLENTY = {"kv_offloading_size": 400 * BLOCK_BYTES / GIB}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_same_answers_and_less_to_compute(num_ranks: int, tmp_path: Path) -> None:
     expected = answers_alone(make_engine(tmp_path, CONFIG, device="cpu"), NUMBERS)
@@ -43,6 +44,7 @@ def test_the_same_answers_and_less_to_compute(num_ranks: int, tmp_path: Path) ->
     engine.close()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("copies_are_late", [False, True])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_copies_beside_a_gpus_steps(copies_are_late: bool, tmp_path: Path) -> None:

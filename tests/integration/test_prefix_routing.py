@@ -134,6 +134,7 @@ def test_a_prompt_whose_logprobs_are_asked_for_is_moved_though_it_is_cached(clus
     cluster.wait_until_at_rest()
 
 
+@pytest.mark.slow
 def test_what_gave_way_to_others_is_found_in_host_memory(cluster: RunningCluster) -> None:
     """The decode worker loads the prefix from host memory, so it is not transferred; nor does the prefill worker
     compute it, from whichever memory it has it by then."""

@@ -80,6 +80,7 @@ def guessing_with(folder: Path, config: dict[str, Any]) -> str:
     return json.dumps({"model": str(folder), "num_speculative_tokens": 3})
 
 
+@pytest.mark.slow
 def test_a_draft_model_changes_no_answer(gpu: PretendGpu, tmp_path: Path, expected: Answers) -> None:
     guessing = guessing_with(tmp_path / "draft", CONFIG)
     engine = make_engine(tmp_path, CONFIG, speculative_config=guessing, prefill_chunk_tokens=8)
@@ -106,6 +107,7 @@ def test_the_pool_leaves_room_for_the_draft_models(gpu: PretendGpu, tmp_path: Pa
     assert 0.95 * UTILIZATION * TOTAL_BYTES < torch.cuda.max_memory_allocated() <= UTILIZATION * TOTAL_BYTES
 
 
+@pytest.mark.slow
 def test_an_eagle_head_beside_the_model(gpu: PretendGpu, tmp_path: Path, expected: Answers) -> None:
     """The pool has one more layer, and what the head needs in a step is measured."""
     head = CONFIG | {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 40}
@@ -135,6 +137,7 @@ def test_a_long_context_is_in_the_measurement(gpu: PretendGpu, tmp_path: Path) -
     assert torch.cuda.max_memory_allocated() <= UTILIZATION * TOTAL_BYTES
 
 
+@pytest.mark.slow
 def test_no_scores_of_a_chunk_are_kept(
     gpu: PretendGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, expected: Answers
 ) -> None:
@@ -293,6 +296,7 @@ def test_a_checkpoint_in_8_bits_stays_as_it_is(gpu: PretendGpu, tmp_path: Path, 
     check_checkpoint(tmp_path, form, is_kept=form == "float channel")
 
 
+@pytest.mark.slow
 def test_adapters(gpu: PretendGpu, tmp_path: Path) -> None:
     """Adapters' rows go to the device without a wait, and the memory that adapters need is measured."""
     write_adapter(tmp_path / "a", seed=1)

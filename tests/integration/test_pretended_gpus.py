@@ -113,6 +113,7 @@ def test_two_prefill_and_two_others_decode(pair: Pair, tmp_path: Path, transport
         assert each.engine.audit()[1] == []
 
 
+@pytest.mark.slow
 def test_blocks_go_to_host_memory_and_back_on_each_rank(tmp_path: Path) -> None:
     """The answers are the same as without host memory. If a rank dies, nothing waits for its copies any more."""
     params = replace(GREEDY, max_tokens=2)

@@ -53,6 +53,7 @@ async def test_the_same_tokens(
     await wait_for(lambda: is_at_rest(tiny_cluster), "nothing is left at the decode worker")
 
 
+@pytest.mark.slow
 async def test_several_answers_move_each_for_itself(
     tiny_cluster: Cluster, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

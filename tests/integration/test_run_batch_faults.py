@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from clusters import RunningCluster, run_cluster, wait_until
 
 from tandem.client import Client
@@ -43,6 +44,7 @@ def listens(address: str) -> bool:
         return tried.connect_ex((host, int(port))) == 0
 
 
+@pytest.mark.slow
 def test_one_line_for_each_whatever_dies(few_layers: Path, tmp_path: Path) -> None:
     given, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     given.write_text("".join(json.dumps(request) + "\n" for request in requests()))

@@ -187,6 +187,7 @@ def test_both_gateways_serve_one_port_and_each_counts_by_itself(cluster: Running
         assert "--metrics-port" in refused.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_new_connections_are_the_other_gateways_while_one_is_gone(cluster: RunningCluster) -> None:
     num_before, gateway = num_runs(cluster, "gateway-1"), pid_of(cluster, "gateway-1")
     hold_up(cluster.pid)  # else it starts the gateway again

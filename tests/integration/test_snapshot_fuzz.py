@@ -166,6 +166,7 @@ def serve(engine: LLMEngine, requests: dict[str, Request], rng: random.Random) -
     return told, aborted
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "seed"), [*SEEDS, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE_SEEDS)]
 )
@@ -212,6 +213,7 @@ def test_answers_with_snapshots(
     drafts.update(rounds=1)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_text_that_grammars_force(name: str, tmp_path: Path) -> None:
     """It is guessed, and what the model splits into other tokens is taken back."""

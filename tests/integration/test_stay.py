@@ -93,6 +93,7 @@ def test_who_leaves_frees_what_stayed(cluster: RunningCluster) -> None:
     cluster.wait_until_at_rest()
 
 
+@pytest.mark.slow
 def test_a_stream_that_stayed_goes_on_elsewhere_when_its_worker_dies(cluster: RunningCluster) -> None:
     # So many tokens that the worker is killed before it has computed them all, however busy the machine is.
     sampling = {"temperature": 0.0, "max_tokens": 240, "ignore_eos": True}

@@ -125,6 +125,7 @@ def test_ranks_of_an_engine_that_is_let_go_of_end_by_themselves(tmp_path: Path) 
     assert [process.returncode for process in processes] == [0]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "config",
     [
@@ -150,6 +151,7 @@ def test_two_ranks_compute_what_one_does(config: dict[str, Any], tmp_path: Path)
         assert logprobs_of(one[name]) == pytest.approx(logprobs_of(two[name]), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_step_ahead_goes_on_from_tokens_that_all_ranks_have(tmp_path: Path) -> None:
     """As on GPUs, the next step is launched before the host knows the last step's tokens."""
     expected = tokens_of(ask(engine_of(tmp_path, LLAMA, 1), [0, 1, 2]))
@@ -208,6 +210,7 @@ def test_blocks_of_all_ranks_travel(two_pairs: tuple[LLMEngine, LLMEngine]) -> N
         assert handed_over(prefill, decode, prompt, params) == alone(prefill, prompt, params)
 
 
+@pytest.mark.slow
 def test_latents_of_all_ranks_travel(tmp_path: Path) -> None:
     """Each rank has all latents, and sends its own copy."""
     with (

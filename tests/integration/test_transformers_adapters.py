@@ -129,6 +129,7 @@ def tokens_of(answer: list[RequestOutput]) -> list[int]:
     return [token for output in answer for token in output.token_ids]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_are_those_of_the_model_with_the_adapter_in_its_weights(name: str, tmp_path: Path) -> None:
     """All at once, with prompts in chunks."""
@@ -221,6 +222,7 @@ def test_products_of_some_tokens_or_of_none_are_not_for_adapters(monkeypatch: py
     assert kinds == {"down_proj", "k_proj", "o_proj", "q_proj", "v_proj"}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("body", ["model.language_model.", "model.text_model.", "language_model.model."])
 def test_an_adapter_for_the_whole_checkpoint_changes_its_language_model(tmp_path: Path, body: str) -> None:
     """Its layers have other names."""

@@ -71,6 +71,7 @@ BY_NAME = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("config", BY_NAME.values(), ids=BY_NAME.keys())
 def test_the_same_bits_alone_together_and_in_chunks(
     config: dict[str, Any] | None, few_layers: Path, tmp_path: Path

@@ -23,6 +23,7 @@ def adapters(tmp_path: Path) -> dict[str, str]:
     return {name: f"sql={tmp_path / name}" for name in ("old", "new")}
 
 
+@pytest.mark.slow
 async def test_an_adapter_is_there_as_soon_as_one_worker_has_it(
     impatient_cluster: Cluster, tiny_model: Path, adapters: dict[str, str]
 ) -> None:

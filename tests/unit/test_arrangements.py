@@ -52,6 +52,7 @@ def test_a_burst_is_computed_by_all_workers(
     assert split.spreads["e2el"].mean < 1.05 * both.spreads["e2el"].mean
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("num_prefill", "num_decode", "num_in", "num_out", "count"),
     [(1, 1, 128, 400, 100), (2, 2, 128, 400, 100), (1, 1, 32, 200, 150), (1, 1, 128, 300, 30)],
@@ -84,6 +85,7 @@ def after_a_quiet_minute(
     return max(took_s), sum(took_s) / count
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("num_prefill", "num_decode", "num_in", "num_out", "count"),
     [(1, 1, 128, 400, 100), (2, 2, 128, 400, 100), (1, 1, 128, 300, 30), (1, 1, 32, 200, 150)],

@@ -379,6 +379,7 @@ async def test_a_server_that_asks_for_a_key_is_one_line() -> None:
     assert "with --api-key or OPENAI_API_KEY" in str(gone.value)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("flags", "router", "http", "key"),
     [

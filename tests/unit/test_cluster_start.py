@@ -117,6 +117,7 @@ async def test_a_draft_model_that_workers_would_refuse_is_refused_before_anythin
         await Cluster(ClusterArgs(engine=engine)).start()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("config", "settings", "message"),
     [

@@ -55,6 +55,7 @@ def weights_of(num_inputs: int, size: int, form: str) -> list[ExpertWeight]:
     return [(weight(*shapes[0]), weight(*shapes[1]), weight(*shapes[2])) for _ in range(4)]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.usefixtures("num_threads")
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("form", QUANTISERS)

@@ -56,6 +56,7 @@ def kept_in(weight: Int4Weight, dtype: torch.dtype) -> Int4Weight:
     return replace(weight, scale=weight.scale.to(dtype).float(), offset=weight.offset.to(dtype).float())
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16, torch.float16])
 @pytest.mark.parametrize(("num_inputs", "num_outputs", "group_size"), SIZES)
 @pytest.mark.parametrize("num_rows", NUM_ROWS)
@@ -108,6 +109,7 @@ def test_sums_of_what_is_no_number() -> None:
     assert torch.equal(found, expected)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("num_inputs", "num_outputs", "group_size"), SIZES)
 @pytest.mark.parametrize("num_rows", NUM_ROWS)

@@ -84,6 +84,7 @@ def test_attention_with_sinks(window: int) -> None:
         torch.testing.assert_close(actual.double(), expected, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("num_groups", [1, 3, 4, 8])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256, 512])
 def test_attention_of_all_head_shapes(num_groups: int, head_dim: int) -> None:
@@ -243,6 +244,7 @@ def test_logits_are_not_rounded(num_rows: int, num_outputs: int) -> None:
     torch.testing.assert_close(logits.double(), x.double() @ weight.double().T, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("num_inputs", "num_outputs"), [(2, 1), (64, 15), (64, 16), (130, 33), (576, 1536)])
 @pytest.mark.parametrize("num_rows", NUM_ROWS)

@@ -162,6 +162,7 @@ def save_plain(folder: Path) -> None:
     model.bfloat16().save_pretrained(folder)
 
 
+@pytest.mark.one_in(2)
 def test_logits_of_a_model_whose_experts_stay_in_4_bits(tmp_path: Path) -> None:
     save_four_bits(tmp_path)
     with_all_experts(tmp_path)
@@ -169,6 +170,7 @@ def test_logits_of_a_model_whose_experts_stay_in_4_bits(tmp_path: Path) -> None:
     assert (ours - exact).norm() < 1.2 * (plain - exact).norm()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("save", [save_four_bits, save_plain])
 def test_a_token_has_the_same_bits_in_any_batch(save: Callable[[Path], object], tmp_path: Path) -> None:
     save(tmp_path)
@@ -196,6 +198,7 @@ def test_the_checkpoints_bytes_are_not_kept_beside_the_panels(tmp_path: Path) ->
     assert not [parameter for module in experts for parameter in module.parameters()]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("save", [save_four_bits, save_plain])
 def test_scores_of_experts_have_the_same_bits_in_any_batch(save: Callable[[Path], object], tmp_path: Path) -> None:
     """They are of our product, and its bias is added before they are rounded."""

@@ -36,6 +36,7 @@ FILTERS = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("names", [("top_k",), ("top_p",), ("min_p",), tuple(FILTERS)], ids="+".join)
 @pytest.mark.parametrize("vocab_size", [1, 3, 63, 64, 65, 300, 49_152])
 def test_filters_keep_what_those_of_the_sampler_keep(vocab_size: int, names: tuple[str, ...]) -> None:

@@ -163,6 +163,7 @@ def test_the_same_tokens_however_the_work_is_divided(quantization: str, tmp_path
     torch.set_num_threads(1)
 
 
+@pytest.mark.slow
 def test_the_same_tokens_from_ranks_whatever_the_chunks(tmp_path: Path) -> None:
     """Their layers are not one call. A prompt is computed as a whole, then beside others, in steps that have room for a
     part of it."""

@@ -313,6 +313,7 @@ PROGRAMS = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("command", [*([STARTED, *names] for names in PROGRAMS), [TOLD]])
 def test_nobody_looks_for_garbage_while_a_program_imports_what_it_needs(command: list[str]) -> None:
     """There is no garbage then, and looking for it took a third of the start."""
@@ -341,6 +342,7 @@ except BaseException:
 """
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("service", ["router", "gateway", "prefill_service", "decode_service"])
 def test_ctrl_c_while_a_service_imports_what_it_needs_ends_it(service: str, tmp_path: Path) -> None:
     """Even if a module swallows the KeyboardInterrupt, and without a traceback."""

@@ -164,6 +164,7 @@ def test_activations_of_experts(function: object, expected: str | None) -> None:
     assert activation_in(function) == expected
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["gemma3", "glm4-moe", "gemma4"])
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 def test_with_the_cpu_kernels(name: str, quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

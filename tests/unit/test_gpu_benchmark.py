@@ -170,6 +170,7 @@ def test_kernels_tests_that_fail_are_counted_and_the_first_illegal_access_is_nam
     assert re.fullmatch(f"1 failed, 2 passed, 1 skipped in .*; {re.escape(LOST)}", row.note)
 
 
+@pytest.mark.slow
 def test_kernels_tests_that_hang_are_ended_and_what_failed_before_is_told(kernels_rows: Any) -> None:
     (row,) = kernels_rows(hangs=True, limit_s=12.0)  # pytest alone takes seconds to start on a busy machine
     assert (row.value, row.is_wrong) == (1, True)

@@ -113,6 +113,7 @@ def test_what_is_thought_said_and_called(text: str, thought: str, said: str, cal
         assert parse([text], has_tools=False) == (thought, said, [])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("text", sorted({case[0] for case in CASES if len(case[0]) < MAX_HEAD_CHARS}))
 def test_what_is_told_is_the_same_wherever_it_is_cut(text: str) -> None:
     """Cut at each position: the text up to there, and then the rest at once."""

@@ -39,6 +39,7 @@ def test_kernels_compiled_for(kind: str, chosen: str) -> None:
     run_tests(chosen, {"CXXFLAGS": f"-march={kind}"})
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(HAS_TILES, reason="there are some here: test_cpu_kernels.py")
 def test_what_is_made_of_tiles_where_there_are_none() -> None:

@@ -131,6 +131,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return model, engine_config(folder)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("num_tokens", [1, 4, 23, 40])
 def test_whole_prompt(pair: tuple[Any, EngineConfig], num_tokens: int) -> None:
     model, config = pair
@@ -139,6 +140,7 @@ def test_whole_prompt(pair: tuple[Any, EngineConfig], num_tokens: int) -> None:
     assert_close(logits, reference(model, tokens).unsqueeze(0))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("chunks", [(1, 22), (8, 8, 7), (3, 1, 1, 18), (22, 1)])
 def test_chunked_prompt(pair: tuple[Any, EngineConfig], chunks: tuple[int, ...]) -> None:
     model, config = pair
@@ -171,6 +173,7 @@ def test_prompts_of_different_lengths_in_one_step(pair: tuple[Any, EngineConfig]
     assert_close(logits, torch.stack([reference(model, seq.token_ids) for seq in seqs]))
 
 
+@pytest.mark.one_in(3)
 def test_greedy_tokens_equal(pair: tuple[Any, EngineConfig]) -> None:
     model, config = pair
     prompt = random_tokens(11, seed=1)
@@ -257,6 +260,7 @@ def test_logits_in_8_bits_stay_near_float64(name: str, settings: dict[str, str],
 FITS_CPU_KERNELS = {"head_dim": 16, "kv_lora_rank": 32, "qk_rope_head_dim": 16}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", sorted(CONFIGS | LATENT_CONFIGS))
 def test_fused_layers_compute_what_plain_ones_do(name: str, tmp_path: Path) -> None:
     """Biases, norms of heads, windows, tied embeddings, latents: all that a layer may have, as close as bfloat16
@@ -269,6 +273,7 @@ def test_fused_layers_compute_what_plain_ones_do(name: str, tmp_path: Path) -> N
     assert (fused - exact).norm() < bound * exact.norm()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "qwen3-bias-sliding", "deepseek-v2", "deepseek-v3"])
 def test_a_token_has_the_same_bits_in_any_step(name: str, tmp_path: Path) -> None:
     """With the CPU kernels, also for the choice of experts and what they compute."""

@@ -89,6 +89,7 @@ TREES = st.recursive(
 )
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("parser", PARSERS)
 @given(value=TREES, write=st.sampled_from([repr, json.dumps]))
 @settings(max_examples=200)
@@ -186,6 +187,7 @@ PARTS = [*"[](){}'\"\\,:= \nxuU0r<", "'''", '"""', "text", "number", "any=", "f(
          "\\ud83d", END, BEGIN, "<|tool_call", "<|python_end|>", ")\nf(", "</func", LINES_END]  # fmt: skip
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("parser", PARSERS)
 @given(data=st.data())
 @settings(max_examples=400)
@@ -200,6 +202,7 @@ def test_what_is_told_depends_on_the_text_so_far_alone(parser: str, data: st.Dat
         assert parse(parser, pieces, is_whole=is_whole) == parse(parser, list(text), is_whole=is_whole) == told
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "begun", ["", "text='", "text='''", "any=", "any=[", "any={", "any={1:", "number='", "text='a'"]
 )

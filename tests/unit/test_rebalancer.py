@@ -151,6 +151,8 @@ async def test_it_moves_once() -> None:
     await bench.crowd()
     await bench.say_token("r", 1, 1, 6)
     attempt = bench.p.sent[-1].generate.attempt
+    # Else what this machine has just taken for both decides whether the prompt is computed there and moved.
+    bench.pool.costs.handed_over(len(PROMPT), 60.0, bench.now_s)
     bench.p.say("r", attempt, busy=pb.Busy())
     await settle()
     again = bench.d.sent[-1].generate

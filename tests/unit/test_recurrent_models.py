@@ -65,6 +65,7 @@ def folder(tmp_path: Path) -> Path:
 REPEATING = replace(GREEDY, max_tokens=30, allowed_token_ids=frozenset(range(20, 24)))
 
 
+@pytest.mark.one_in(4)
 def test_guesses_that_were_wrong_are_taken_back(model_and_folder: tuple[Any, Path]) -> None:
     """In the states, too: alone and beside others."""
     _, folder = model_and_folder
@@ -159,6 +160,7 @@ def test_logits_are_those_of_transformers(model_and_folder: tuple[Any, Path]) ->
     assert_close(logits, torch.stack([reference(model, seq.token_ids) for seq in (*running, late)]))
 
 
+@pytest.mark.one_in(4)
 def test_tokens_of_requests_that_preempt_each_other(model_and_folder: tuple[Any, Path]) -> None:
     model, folder = model_and_folder
     num_state_blocks = engine_of(folder).block_manager.num_state_blocks
@@ -177,6 +179,7 @@ def test_tokens_of_requests_that_preempt_each_other(model_and_folder: tuple[Any,
     check_at_rest(engine)
 
 
+@pytest.mark.one_in(4)
 def test_another_engine_goes_on_from_the_state(model_and_folder: tuple[Any, Path]) -> None:
     model, folder = model_and_folder
     prefill, decode = engine_of(folder, max_num_batched_tokens=16), engine_of(folder)
@@ -247,6 +250,7 @@ def test_a_state_that_has_not_been_loaded_is_computed_again(folder: Path) -> Non
     check_at_rest(decode)
 
 
+@pytest.mark.one_in(4)
 def test_a_conversation_goes_on_from_snapshots(
     model_and_folder: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,7 @@ class SameRMSNorm(RMSNorm):
     """A part that is not plain torch, and computes the same."""
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_they_compute_what_transformers_do(name: str, dtype: torch.dtype) -> None:

@@ -357,6 +357,7 @@ def words(kind: str) -> tokenizers.Tokenizer:
     return made
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", ["spelled", "added", "special"])
 @pytest.mark.parametrize("name", list(WALKED))
 def test_whatever_is_drawn_has_the_form(name: str, kind: str, tmp_path: Path) -> None:
@@ -398,6 +399,7 @@ def test_whatever_is_drawn_has_the_form(name: str, kind: str, tmp_path: Path) ->
     assert (num_by_token > 0) == (kind != "spelled")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", [name for name in FITS if FITS[name][1]])
 def test_what_fits_may_be_said_in_the_tokens_of_a_real_model(name: str, model_folder: Path) -> None:
     """In the tokens into which the model's tokenizer cuts the text, to its end."""

@@ -180,6 +180,7 @@ def test_calls_and_what_is_none(parser: str, text: str, expected: Outcome) -> No
         assert parse(parser, [begun, text[position:]]) == whole
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("parser", PARSERS)
 @given(data=st.data())
 @settings(max_examples=300)
@@ -196,6 +197,7 @@ def test_what_is_told_depends_on_the_text_so_far_alone(parser: str, data: st.Dat
         assert parse(parser, list(text), is_whole=is_whole) == told
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("parser", PARSERS)
 @given(arguments=st.fixed_dictionaries({"text": st.text(), "number": st.integers(), "list": st.lists(st.text())}))
 @settings(max_examples=100)
@@ -316,6 +318,7 @@ def test_a_value_that_is_no_text_is_on_one_line() -> None:
     assert json_of_text("[1e999,\n2]", TYPES) == '"[1e999,\\n2]"'
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("parser", PARSERS)
 @pytest.mark.parametrize(
     "piece", ["<", "</", " " * 80, "\n", "a", "</function>", "</parameter>", "<arg_key>", "<parameter=a>\n1"]

@@ -202,6 +202,7 @@ def test_calls_and_what_is_none(parser: str, text: str, expected: Outcome) -> No
     assert parse(parser, list(text)) == expected
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("parser", "text"), sorted({case[:2] for case in CASES if len(case[1]) < MAX_HEAD_CHARS}))
 def test_what_is_told_is_the_same_wherever_it_is_cut(parser: str, text: str) -> None:
     """Cut at each position: the text up to there, and then the rest at once."""
@@ -212,6 +213,7 @@ def test_what_is_told_is_the_same_wherever_it_is_cut(parser: str, text: str) -> 
         assert parse(parser, [begun, text[position:]]) == whole
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("parser", sorted(FORMATS))
 @given(data=st.data())
 @settings(max_examples=150)

@@ -28,6 +28,7 @@ TOOLS = [
 ]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("parser", sorted(name for name, known in FORMATS.items() if known.begins))
 @pytest.mark.parametrize("is_special", [False, True])
 @pytest.mark.parametrize("has_form", [False, True])
@@ -69,6 +70,7 @@ CHOOSY = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("is_added", [False, True])
 @pytest.mark.parametrize("parser", sorted(FORMATS))
 def test_whatever_the_grammar_lets_be_said_is_read_as_calls_that_fit(

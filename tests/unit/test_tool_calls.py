@@ -147,6 +147,7 @@ def test_what_is_held_to_calls_has_no_content_though_it_is_cut_off() -> None:
     assert (reader.push('<tool_call>\n{"na').content, reader.finish().content) == ("", "")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("parser", sorted(FORMATS))
 @pytest.mark.parametrize("piece", [" " * 80, "{" * 80, "<tool_call>", '{"name": "', "\\"])
 def test_no_text_takes_long(parser: str, piece: str) -> None:

@@ -75,6 +75,7 @@ def split(monkeypatch: pytest.MonkeyPatch) -> list[Checkpoint]:
     return found
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("form", ALL_FORMS)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_are_those_of_what_the_weights_stand_for(name: str, form: str, tmp_path: Path) -> None:
@@ -88,6 +89,7 @@ def test_logits_are_those_of_what_the_weights_stand_for(name: str, form: str, tm
     assert_close(logits[0], reference(model, tokens))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("form", ["int channel", *INT4_FORMS])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_cpu_kernels_multiply_with_weights_as_they_are_stored(

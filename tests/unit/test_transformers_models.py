@@ -107,6 +107,7 @@ CONFIGS: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """With chunks beside decodes, contexts longer than a sliding window, and decoded tokens."""
@@ -121,6 +122,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert_close(logits, torch.stack([reference(model, seq.token_ids) for seq in (*running, late)]))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["gemma2", "gemma4", "gpt-oss", "gpt2", "qwen3-moe"])
 def test_greedy_tokens_equal(name: str, tmp_path: Path) -> None:
     model = save_model(CONFIGS[name](), tmp_path)
@@ -147,6 +149,7 @@ def test_a_family_of_our_own_computed_by_transformers(tmp_path: Path) -> None:
     assert configs[2].compat_digest == engine_config(tmp_path, model_impl="transformers").compat_digest
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["gemma", "gemma3", "gemma4", "gemma4-moe", "glm4-moe", "gpt-oss"])
 def test_with_the_cpu_kernels(name: str, tmp_path: Path) -> None:
     """They compute attention, linear layers and the product of the logits, as close as bfloat16 allows."""

@@ -90,6 +90,7 @@ def dequantise(model: Any, quantization: str) -> int:
     return num_rounded
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("quantization", DEQUANTISED)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_are_those_of_the_dequantised_weights(name: str, quantization: str, tmp_path: Path) -> None:

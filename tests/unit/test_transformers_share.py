@@ -125,6 +125,7 @@ def check_against_transformers(model: Any, ranks: Ranks) -> None:
     assert_close(logits, torch.stack([reference(model, seq.token_ids) for seq in (early, late)]))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", OWN)
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     num_ranks = NUM_RANKS.get(name, 2)
@@ -136,6 +137,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     assert own.num_kv_heads == max(whole.num_kv_heads // num_ranks, 1)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "family", [pytest.param(each, marks=() if each in OFTEN else pytest.mark.slow) for each in sorted(FAMILIES)]
 )
@@ -150,6 +152,7 @@ def test_each_family_that_is_split(family: str, tmp_path: Path) -> None:
     check_against_transformers(model, Ranks(config_of(tmp_path), tmp_path))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["gemma3", "qwen3-moe", "gpt-oss in MXFP4", "gpt-oss in MXFP4, parts unlike"])
 def test_ranks_with_the_cpu_kernels(name: str, tmp_path: Path) -> None:
     """As close to float32 as one rank."""

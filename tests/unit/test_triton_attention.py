@@ -95,6 +95,7 @@ def test_against_float64(lens: list[tuple[int, int]], window: int) -> None:
     assert_close(case_of(lens, num_kv_heads=1), window)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("num_groups", [1, 3, 4, 8])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_all_head_shapes(num_groups: int, head_dim: int) -> None:
@@ -267,6 +268,7 @@ def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "PIECE", 64)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.usefixtures("short_pieces")
 @pytest.mark.parametrize("window", [0, 50, 100])
 @pytest.mark.parametrize(

@@ -115,6 +115,7 @@ def store(
     return q, kv, *heads(qkv, cos_sin)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ def product(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None = Non
     return int4_product(x, ScaledInt4.of(weight), bias, int4_config(KIND, len(x), x.itemsize))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", UNIT)
 @pytest.mark.parametrize(
     ("num_rows", "num_outputs", "num_inputs", "group_size"),
@@ -71,6 +72,7 @@ def test_products_against_float64(
     assert ((y[0].double() - expected).abs() <= UNIT[dtype] * size).all()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.skipif(ROUNDS_AS_A_GPU, reason="there tiles may take their inputs in another order")
 @NUMBERS
 @pytest.mark.parametrize("dtype", UNIT)

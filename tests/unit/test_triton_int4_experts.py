@@ -63,6 +63,7 @@ CASES = {
 fewer."""
 
 
+@pytest.mark.one_in(3)
 @SCALES
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)

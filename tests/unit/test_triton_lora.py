@@ -49,6 +49,7 @@ def on_device(ids: list[int], num_tiles: int | None = None) -> torch.Tensor:
     return torch.from_numpy(tiles_of(np.array(ids), num_tiles or max_tiles(len(ids), NUM_ADAPTERS))).to(DEVICE)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", UNIT)
 @pytest.mark.parametrize(
     ("inputs", "sizes"), [(64, [48, 16, 20]), (130, [70]), (1100, [33, 33])], ids=["qkv", "one", "two pieces"]

@@ -46,6 +46,7 @@ def assert_close(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, unit: f
     assert ((y.double() - expected).abs() <= unit * size).all()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("num_rows", "num_outputs", "num_inputs"),

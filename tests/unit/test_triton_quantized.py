@@ -140,6 +140,7 @@ def in_groups(num_outputs: int, num_inputs: int, size: int, form: torch.dtype, d
     return ScaledWeight(stored, scale.flip(0).contiguous(), size, dtype)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.skipif(CAPABILITY is not None and why_no_float8(CAPABILITY) != "", reason="a GPU without 8-bit floats")
 @pytest.mark.parametrize("form", [torch.float8_e4m3fn, torch.int8])
 @pytest.mark.parametrize("dtype", UNIT)

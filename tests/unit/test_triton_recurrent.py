@@ -28,6 +28,7 @@ def bench_of(layer: DeltaLayer | Mamba2Layer, dtype: torch.dtype, ops: Recurrent
     return Bench(layer, ops, dtype, DEVICE)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layer", [LAYERS[1], ODD, MAMBA_2S[1], ODD_MAMBA_2], ids=str)
 @pytest.mark.parametrize("ops", [TRITON_RECURRENT_OPS, TOKEN_BY_TOKEN], ids=["spans", "token by token"])

@@ -61,12 +61,14 @@ def heads_case(lens: list[tuple[int, int]], **settings: Any) -> HeadsCase:
     return HeadsCase(lens, device=DEVICE, **settings)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("block_size", [4, 16])
 @pytest.mark.parametrize("lens", MIXES.values(), ids=MIXES.keys())
 def test_long_ones_are_unfolded(lens: list[tuple[int, int]], block_size: int) -> None:
     assert_unfolded(heads_case(lens, block_size=block_size))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("query_dim", "rotated_dim", "value_dim"), [(16, 16, 32), (7, 6, 15), (5, 2, 40), (128, 64, 128)]
 )
@@ -94,6 +96,7 @@ def test_where_a_context_is_cut_changes_no_bit() -> None:
     assert torch.equal(actual, expected)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype"),
     [
@@ -108,6 +111,7 @@ def test_other_types(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     assert_unfolded(heads_case(MIXES["decodes, short and long ones"], dtype=dtype, kv_dtype=kv_dtype))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.skipif(DEVICE == "cuda", reason="a GPU is of a kind of its own")
 @pytest.mark.parametrize("capability", [(8, 9), (10, 0)])
 def test_with_the_sizes_for_other_gpus(capability: tuple[int, int]) -> None:

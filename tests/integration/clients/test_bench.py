@@ -83,6 +83,7 @@ def test_a_traces_shared_prefixes_are_found_by_the_cache(cluster: RunningCluster
     assert result["prefix_hit_rate"] == pytest.approx(3 / 8, abs=0.05)
 
 
+@pytest.mark.slow
 def test_refusals_are_counted_apart(cluster: RunningCluster) -> None:
     """More requests at once than memory and queue have room for: the router refuses the rest."""
     flags = ("--num-prompts", "14", "--num-warmups", "0", "--random-input-len", "500", "--random-output-len", "80",

@@ -136,6 +136,7 @@ def test_workers_count_what_they_computed(scraped: dict[str, Samples]) -> None:
         assert total(worker, "tandem:engine_seconds_total") > 0
 
 
+@pytest.mark.slow
 def test_a_workers_steps_are_profiled_through_the_router(cluster: RunningCluster, tmp_path: Path) -> None:
     """`tandem profile` profiles while a request runs."""
     trace = tmp_path / "trace.json.gz"

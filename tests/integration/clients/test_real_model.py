@@ -129,6 +129,7 @@ async def test_a_client_that_leaves_frees_every_worker(cluster: RunningCluster, 
     await asyncio.to_thread(cluster.wait_until_at_rest)
 
 
+@pytest.mark.slow
 def test_a_model_thinks_before_it_answers_in_a_form(
     cluster: RunningCluster, client: openai.OpenAI, model: str, model_folder: Path
 ) -> None:

@@ -72,6 +72,7 @@ def test_no_token_but_those_allowed(cluster: RunningCluster, http: httpx.Client)
         assert said in refused["message"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("beginning", ["Once", "Once upon a time " * 40], ids=["one worker", "two"])
 def test_no_bad_word(cluster: RunningCluster, http: httpx.Client, beginning: str) -> None:
     """Each round bans the longest word of the previous answer, and the new answer has none of the banned words."""
@@ -112,6 +113,7 @@ TAGGED: dict[str, Any] = {
 CALL = re.compile(r"<function=weather>(\{.*\})</function>")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("beginning", ["Oslo", "Once upon a time " * 40], ids=["one worker", "two"])
 def test_a_tag_in_a_text(cluster: RunningCluster, http: httpx.Client, beginning: str) -> None:
     """In vLLM's and in OpenAI's parameter, for a completion and for a chat: the same answer."""

@@ -43,6 +43,7 @@ ASKED_ONCE = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("method", ASKED_ONCE)
 def test_bytes_that_are_no_message(peers: Peers, method: str) -> None:
     for data in (GARBAGE, b"\x0a\xff\xff\xff\xff\x0f", b"\x0c", bytes(range(256))):
@@ -88,6 +89,7 @@ def mutated(dice: random.Random, data: bytes) -> bytes:
     return bytes(changed)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("method", ASKED_ONCE)
 def test_mutated_messages(peers: Peers, granted: tuple[Session, kv_pb.Grant], method: str) -> None:
     dice, grant = random.Random(method), granted[1]
