@@ -36,13 +36,13 @@ demo: $(VENV)/installed
 
 # Lint and types first, so that pytest's summary is what one reads last. Meanwhile what most tests would begin by waiting
 # for is made: the model, and the CPU kernels; where that fails, they say so themselves. Three files at a time
-# (tests/conftest.py), the longest first: on two cores a third of the time of two went by idle. Threads that wait must not
-# take the others' cores. Some two hundred processes are started: none should compile our modules anew, whatever the
-# environment says.
+# (tests/conftest.py), the longest first: on two cores a third of the time of two went by idle. Each process computes with
+# one thread, since others take the cores anyway (tests of what threads do say how many they are). Some two hundred
+# processes are started: none should compile our modules anew, whatever the environment says.
 test: $(VENV)/installed-test
 	@{ $(BIN)/tandem fetch & $(BIN)/python -c 'import engine.kernels.build as b; b.load_cpu_kernels()' & wait; } \
 	  >/dev/null 2>&1 & $(MAKE) --no-print-directory lint; is_clean=$$?; wait; exit $$is_clean
-	@PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 # mypy's two workers may not find each other where there is much else to do (it then ends with 2): then without them.
 lint: $(VENV)/installed-test

@@ -103,9 +103,7 @@ def differing(answers: Answers, expected: Answers) -> list[str]:
     ],
     ids=["together", "chunks of 64, 2 threads", "chunks of 17, larger blocks", "cached prefixes, guessed ahead"],
 )
-def test_same_tokens(
-    changes: dict[str, object], few_layers: Path, references: list[Reference], alone: Answers
-) -> None:
+def test_same_tokens(changes: dict[str, object], few_layers: Path, references: list[Reference], alone: Answers) -> None:
     engine = make_engine(few_layers, **changes)
     assert differing(ask(engine, references), alone) == []
     assert (engine.stats.num_accepted_tokens > 20) == ("speculative_config" in changes)
@@ -140,7 +138,10 @@ def test_same_tokens_with_weights_in_int8(few_layers: Path, references: list[Ref
     "flags", [(), pytest.param(("--aggregated",), marks=pytest.mark.slow)], ids=["disaggregated", "aggregated"]
 )
 def test_same_tokens_of_a_cluster(
-    flags: tuple[str, ...], references: list[Reference], few_layers: Path, alone: Answers,
+    flags: tuple[str, ...],
+    references: list[Reference],
+    few_layers: Path,
+    alone: Answers,
     start_cluster: Callable[..., RunningCluster],
 ) -> None:
     cluster = start_cluster("--model", str(few_layers), "--max-model-len", "2048", "--kv-cache-gib", "0.4", *flags)

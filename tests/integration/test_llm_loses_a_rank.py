@@ -77,6 +77,7 @@ def kill(pid: int) -> None:
     wait_until(lambda: not os.path.exists(f"/proc/{pid}/exe"), SOON_S, "the rank ends")
 
 
+@pytest.mark.slow
 @ON_A_GPU
 @pytest.mark.parametrize(
     "num_steps_before",

@@ -13,8 +13,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
 
 @pytest.fixture(scope="module")
-def llm(few_layers: Path) -> LLM:
-    return LLM(model=str(few_layers), max_model_len=1024, kv_cache_gib=0.1, num_threads=1)
+def llm(model_folder: Path) -> LLM:
+    return LLM(model=str(model_folder), max_model_len=1024, kv_cache_gib=0.1, num_threads=1)
 
 
 CHAT = [{"role": "user", "content": "Hi"}]

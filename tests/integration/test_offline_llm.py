@@ -30,8 +30,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
 
 @pytest.fixture(scope="module")
-def llm(few_layers: Path) -> LLM:
-    return LLM(model=str(few_layers), max_model_len=1024, kv_cache_gib=0.1, num_threads=1)
+def llm(model_folder: Path) -> LLM:
+    return LLM(model=str(model_folder), max_model_len=1024, kv_cache_gib=0.1, num_threads=1)
 
 
 def test_text_token_ids_and_lists_of_either(llm: LLM) -> None:
@@ -212,9 +212,9 @@ def test_how_likely_an_answer_is_hangs_on_its_tokens_and_not_on_how_they_came(ll
     assert likelihood(1, 2, 3) == likelihood(3) == likelihood(1, 3) == -100.0 + sure + sure
 
 
-def test_what_is_sampled_by_if_nobody_says_may_be_given(few_layers: Path) -> None:
+def test_what_is_sampled_by_if_nobody_says_may_be_given(model_folder: Path) -> None:
     settings: dict[str, Any] = {
-        "model": str(few_layers),
+        "model": str(model_folder),
         "load_format": "dummy",
         "max_model_len": 64,
         "num_kv_blocks": 8,
@@ -307,7 +307,7 @@ def test_an_answer_ends_with_the_context(llm: LLM) -> None:
     assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (4, "length")
 
 
-def test_an_answer_without_a_next_token_says_why(llm: LLM, few_layers: Path, tmp_path: Path) -> None:
+def test_an_answer_without_a_next_token_says_why(llm: LLM, model_folder: Path, tmp_path: Path) -> None:
     """Causes: a grammar that takes too much work, and NaN weights. Requests in the same batch go on."""
     schema = {"type": "object", "properties": {f"p{i}": {} for i in range(1000)}, "required": ["p999"]}
     large = SamplingParams(temperature=0, max_tokens=12, structured_outputs=StructuredOutputsParams(json=schema))
@@ -316,7 +316,7 @@ def test_an_answer_without_a_next_token_says_why(llm: LLM, few_layers: Path, tmp
     assert "max is 2000" in failed.outputs[0].error
     assert (other.outputs[0].finish_reason, other.outputs[0].error) == ("length", "")
 
-    folder = Path(shutil.copytree(few_layers, tmp_path / "model"))
+    folder = Path(shutil.copytree(model_folder, tmp_path / "model"))
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"][3] = float("nan")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

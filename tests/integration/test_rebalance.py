@@ -35,6 +35,7 @@ async def is_at_rest(cluster: Cluster) -> bool:
     return not not_at_rest(await cluster.client.audit())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", SAMPLINGS)
 async def test_the_same_tokens(
     tiny_cluster: Cluster, tiny_model: Path, name: str, monkeypatch: pytest.MonkeyPatch

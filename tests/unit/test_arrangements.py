@@ -39,7 +39,11 @@ def test_below_the_limit_first_tokens_come_sooner_than_aggregated() -> None:
 
 @pytest.mark.parametrize(
     ("num_prefill", "num_decode", "on", "num_in", "num_out", "count"),
-    [(1, 1, "zen4-core", 256, 64, 200), (2, 2, "zen4-core", 256, 64, 400), (1, 1, "h200", 256, 256, 800)],
+    [
+        (1, 1, "zen4-core", 256, 64, 200),
+        (2, 2, "zen4-core", 256, 64, 400),
+        pytest.param(1, 1, "h200", 256, 256, 800, marks=pytest.mark.slow),
+    ],
     ids=["1p1d", "2p2d", "gpus"],
 )
 def test_a_burst_is_computed_by_all_workers(
@@ -121,7 +125,11 @@ def test_short_prompts_do_not_wait_for_a_long_one() -> None:
 
 @pytest.mark.parametrize(
     ("num_workers", "on", "num_in", "num_out", "rate", "count"),
-    [(1, "zen4-core", 128, 400, 3.0, 200), (1, "zen4-core", 128, 400, 4.0, 200), (2, "h200", 200, 4000, 8.0, 200)],
+    [
+        (1, "zen4-core", 128, 400, 3.0, 200),
+        (1, "zen4-core", 128, 400, 4.0, 200),
+        pytest.param(2, "h200", 200, 4000, 8.0, 200, marks=pytest.mark.slow),
+    ],
     ids=["below the limit", "near it", "gpus"],
 )
 def test_prefill_workers_without_prompts_decode(

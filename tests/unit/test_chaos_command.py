@@ -68,7 +68,7 @@ def test_workers_have_the_settings_that_are_given(monkeypatch: pytest.MonkeyPatc
     assert "--quantization must be one of" in wrong.stderr
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize(
     ("config", "flags", "size"),
     [

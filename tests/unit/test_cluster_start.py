@@ -117,7 +117,7 @@ async def test_a_draft_model_that_workers_would_refuse_is_refused_before_anythin
         await Cluster(ClusterArgs(engine=engine)).start()
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize(
     ("config", "settings", "message"),
     [
@@ -148,6 +148,7 @@ async def test_what_the_models_code_rules_out_is_refused_before_anything_is_star
         await Cluster(ClusterArgs(engine=EngineArgs(model=str(tmp_path), device="cpu", **settings))).start()
 
 
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize(
     ("config", "expected"), [(LFM2, True), pytest.param(GEMMA2, False, marks=pytest.mark.slow), ({}, False)]
 )

@@ -42,6 +42,7 @@ def experts_in(model: Any) -> list[FourBitExperts]:
     return [module for module in model.modules() if isinstance(module, FourBitExperts)]
 
 
+@pytest.mark.slow
 def test_logits_are_those_of_the_model_that_is_meant(gpu: PretendGpu, tmp_path: Path) -> None:
     model = save_four_bits(tmp_path)
     bench = Bench(engine_config(tmp_path, **ON_GPU))

@@ -302,6 +302,7 @@ def never_expire(self: GrantTable, now_s: float) -> list[Grant]:
 FINISH_COMMIT = GrantTable.finish_commit
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("mechanism", "without", "num_faults", "what"),
     [

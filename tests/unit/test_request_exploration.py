@@ -284,7 +284,7 @@ def explore(num_faults: int, max_attempts: int, budget: int = 0, *, may_move: bo
     [
         (0, 1, True),
         (1, 1, True),
-        (2, 0, False),
+        pytest.param(2, 0, False, marks=pytest.mark.slow),
         pytest.param(2, 0, True, marks=pytest.mark.slow),
         pytest.param(2, 1, True, marks=pytest.mark.slow),
     ],

@@ -64,7 +64,7 @@ def assert_agree(layer: Layer, ops: RecurrentOps, *steps: list[tuple[int, Tokens
         torch.testing.assert_close(ours, expected, rtol=OF_HALVES, atol=OF_HALVES * scale)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 def test_spans_are_as_tokens_one_after_the_other(layer: Layer, kind: GpuKind) -> None:
@@ -73,6 +73,7 @@ def test_spans_are_as_tokens_one_after_the_other(layer: Layer, kind: GpuKind) ->
     assert_agree(layer, in_spans(kind), first, [(4, text_of(layer, 65, 7)), (2, text_of(layer, FEWEST, 8))])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("layer", [LAYERS[name] for name in OF_BOTH], ids=OF_BOTH)
 def test_spans_of_a_text_that_repeats_itself(layer: Layer) -> None:
     """What tokens of a span add then depends most on each other: a series for it would not converge."""
@@ -82,6 +83,7 @@ def test_spans_of_a_text_that_repeats_itself(layer: Layer) -> None:
     assert_agree(layer, TRITON_RECURRENT_OPS, [(1, text)])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("layer", [LAYERS[name] for name in OF_BOTH], ids=OF_BOTH)
 def test_spans_of_a_text_that_forgets(layer: Layer) -> None:
     text = text_of(layer, 100, 3)
@@ -89,6 +91,7 @@ def test_spans_of_a_text_that_forgets(layer: Layer) -> None:
     assert_agree(layer, TRITON_RECURRENT_OPS, [(1, text_of(layer, 20, 4))], [(1, text)])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("ops", [TRITON_RECURRENT_OPS, in_spans(KINDS["8.0"])], ids=["9.0", "8.0"])
 def test_spans_of_some_of_many_sequences(ops: RecurrentOps) -> None:
     """Programs look for whose their span is, a number of sequences at a time."""

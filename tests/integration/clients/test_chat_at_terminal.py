@@ -156,6 +156,7 @@ def test_ctrl_c_ends_an_answer_and_ctrl_d_the_conversation(terminal: Terminal, c
     assert terminal.exit_code() == 0
 
 
+@pytest.mark.slow
 def test_an_error_at_a_terminal_ends_only_its_message(cluster: RunningCluster) -> None:
     with at_terminal(cluster, *GREEDY, "--max-tokens", "8") as terminal:
         told = ""
