@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow  # by itself: beside other tests it measures them
 def test_ten_times_the_sustainable_load() -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "overload.py"), "--json"]
     result = subprocess.run(

@@ -242,6 +242,7 @@ def process_of_ours(command: list[str], log: Path) -> Iterator[tuple[str, subpro
             process.kill()
 
 
+@pytest.mark.slow
 def test_streams_are_spread_over_routers_and_outlive_one(cluster: RunningCluster, tmp_path: Path) -> None:
     first = cluster.services()["router"]
     command = [*first.cmdline(), "--redis", first.environ()["REDIS_URL"]]

@@ -178,7 +178,7 @@ def logprobs_of(answer: list[RequestOutput]) -> list[float]:
     return [each.top[0].logprob for each in told]
 
 
-@pytest.fixture(scope="module", params=["tandem", "transformers"])
+@pytest.fixture(scope="module", params=["tandem", pytest.param("transformers", marks=pytest.mark.slow)])
 def two_pairs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[LLMEngine, LLMEngine]]:
