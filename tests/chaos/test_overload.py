@@ -26,16 +26,16 @@ def test_ten_times_the_sustainable_load() -> None:
     before, during, after = (summary[phase] for phase in ("before", "overload", "after"))
     num_admitted = during["requests"] - during["refused"]
     assert during["requests"] > 5 * before["answered"]
-    # Looser than what is measured on a quiet machine (docs/failure-contract.md), because other tests share the cores.
+    # Looser than what is measured (docs/failure-contract.md), since any machine should pass.
     # Without refusals 5 % of the admitted requests would be answered in time.
     assert during["answered"] >= 0.5 * num_admitted, summary
     assert during["goodput_per_s"] >= 0.4 * before["goodput_per_s"], summary
     for phase in (before, during, after):
         assert phase["requests"] == phase["answered"] + phase["refused"] + phase["timed out"], "and no other end"
-    # Measured for two seconds, of which one may be lost; what other tests slow down too much ends at its deadline.
-    assert after["answered"] >= 0.5 * after["requests"] > 0, summary
+    assert after["answered"] == after["requests"] > 0, summary
+    # measured for two seconds, of which one may be lost
     assert after["goodput_per_s"] >= 0.1 * before["goodput_per_s"], summary
-    # long before the deadline, although ten times the load and other tests share the cores
+    # long before the deadline, although ten times the load shares the cores
     assert during["p99_refusal_ms"] < 0.6 * 1000 * summary["shape"]["deadline_s"], summary
     assert during["p50_retry_after_s"] > 0, summary
     growth_mib = summary["memory_growth_mib"]

@@ -51,9 +51,9 @@ def told(logprobs: Any) -> Told:
     )
 
 
-def make_engine(few_layers: Path, **changes: object) -> LLMEngine:
+def make_engine(folder: Path, **changes: object) -> LLMEngine:
     args = EngineArgs(
-        model=str(few_layers), dtype="bfloat16", attention_backend="cpu", max_model_len=2048, num_kv_blocks=640,
+        model=str(folder), dtype="bfloat16", attention_backend="cpu", max_model_len=2048, num_kv_blocks=640,
         num_threads=1, enable_prefix_caching=False,
     )  # fmt: skip
     return LLMEngine(create_engine_config(replace(args, **changes)))  # type: ignore[arg-type]

@@ -86,7 +86,7 @@ def model(openai_client: openai.OpenAI) -> str:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_stream_goes_on_at_the_next_position(cluster: RunningCluster, name: str) -> None:
-    sampling = {"max_tokens": 400, "ignore_eos": True, "logprobs": 2, **SAMPLINGS[name]}
+    sampling = {"max_tokens": 800, "ignore_eos": True, "logprobs": 2, **SAMPLINGS[name]}
     with Client(cluster.address) as client:
         expected = client.generate(PROMPT, **sampling)  # type: ignore[arg-type]
         received: list[int] = []
@@ -248,7 +248,7 @@ def test_streams_are_spread_over_routers_and_outlive_one(cluster: RunningCluster
     command = [*first.cmdline(), "--redis", first.environ()["REDIS_URL"]]
     command[command.index("--listen") + 1] = "127.0.0.1:0"
     gateway = [sys.executable, "-P", "-m", "gateway", "--listen", "127.0.0.1:0", "--router"]
-    asked = {"prompt": PROMPT, "max_tokens": 700, "temperature": 0.0, "ignore_eos": True}
+    asked = {"prompt": PROMPT, "max_tokens": 1600, "temperature": 0.0, "ignore_eos": True}
     with ExitStack() as stack:
         other, process = stack.enter_context(process_of_ours(command, tmp_path / "router.log"))
         targets = [*gateway, f"ipv4:{cluster.address},{other}"]

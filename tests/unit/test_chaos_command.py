@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from llama_folders import LLAMA
 from lora_folders import write_adapter
 from transformers_cases import GEMMA2, LFM2
 
@@ -68,13 +69,13 @@ def test_workers_have_the_settings_that_are_given(monkeypatch: pytest.MonkeyPatc
     assert "--quantization must be one of" in wrong.stderr
 
 
-@pytest.mark.one_in(9)
 @pytest.mark.parametrize(
     ("config", "flags", "size"),
     [
         (LFM2, (), 0.0),
-        (LFM2, ("--kv-offloading-size", "0.2"), 0.2),
-        (GEMMA2, (), 0.2),
+        (LLAMA, (), 0.2),
+        pytest.param(LFM2, ("--kv-offloading-size", "0.2"), 0.2, marks=pytest.mark.slow),
+        pytest.param(GEMMA2, (), 0.2, marks=pytest.mark.slow),
     ],
 )
 def test_layers_with_a_state_go_without_host_memory_unless_it_is_given(

@@ -117,7 +117,6 @@ async def test_a_draft_model_that_workers_would_refuse_is_refused_before_anythin
         await Cluster(ClusterArgs(engine=engine)).start()
 
 
-@pytest.mark.one_in(9)
 @pytest.mark.parametrize(
     ("config", "settings", "message"),
     [
@@ -126,14 +125,24 @@ async def test_a_draft_model_that_workers_would_refuse_is_refused_before_anythin
             {"speculative_config": '{"method": "mtp", "num_speculative_tokens": 3}'},
             "--speculative-config method 'mtp': transformers' code computes the model, and only our own decoder",
         ),
-        (LFM2, {"kv_offloading_size": 0.1}, "--kv-offloading-size must be 0: the model has layers that keep a state"),
+        pytest.param(
+            LFM2,
+            {"kv_offloading_size": 0.1},
+            "--kv-offloading-size must be 0: the model has layers that keep a state",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             LFM2,
             {"tensor_parallel_size": 2},
             "--tensor-parallel-size must be 1 for this model, is 2: layers that",
             marks=pytest.mark.slow,
         ),
-        (GEMMA2, {"tensor_parallel_size": 4}, "--tensor-parallel-size must divide the model's 6 query heads, is 4"),
+        pytest.param(
+            GEMMA2,
+            {"tensor_parallel_size": 4},
+            "--tensor-parallel-size must divide the model's 6 query heads, is 4",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 async def test_what_the_models_code_rules_out_is_refused_before_anything_is_started(
@@ -148,9 +157,9 @@ async def test_what_the_models_code_rules_out_is_refused_before_anything_is_star
         await Cluster(ClusterArgs(engine=EngineArgs(model=str(tmp_path), device="cpu", **settings))).start()
 
 
-@pytest.mark.one_in(9)
 @pytest.mark.parametrize(
-    ("config", "expected"), [(LFM2, True), pytest.param(GEMMA2, False, marks=pytest.mark.slow), ({}, False)]
+    ("config", "expected"),
+    [(LFM2, True), (LLAMA, False), *(pytest.param(config, False, marks=pytest.mark.slow) for config in (GEMMA2, {}))],
 )
 async def test_whether_layers_keep_a_state(tmp_path: Path, config: dict[str, Any], expected: bool) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
