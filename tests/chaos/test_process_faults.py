@@ -179,6 +179,7 @@ def test_clients_that_leave_at_any_moment(cluster: FragileCluster) -> None:
     cluster.wait_until_at_rest(10)
 
 
+@pytest.mark.slow
 def test_a_rolling_restart_loses_no_request(cluster: FragileCluster) -> None:
     """Both decode workers, which hold the streams, and one process of each other kind are stopped by SIGTERM in turn
     and started again, while two clients send request after request."""

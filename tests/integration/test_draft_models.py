@@ -344,6 +344,7 @@ def test_both_pools_share_the_memory_for_kv(tmp_path: Path) -> None:
 # -- several ranks ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_rank_0_guesses_for_all(tmp_path: Path) -> None:
     with closing(make_engine(tmp_path, None, tensor_parallel_size=2)) as engine:
         expected = alone(engine, LONG_PROMPT, DRAWN)

@@ -280,7 +280,8 @@ def test_all_ranks_guess_together(tmp_path: Path, backend: dict[str, Any]) -> No
         assert engine.stats.num_steps < 10
 
 
-@pytest.mark.parametrize("model_impl", ["tandem", pytest.param("transformers", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("model_impl", ["tandem", "transformers"])
 def test_ranks_guess_what_one_rank_guesses(tmp_path: Path, always_guessing: None, model_impl: str) -> None:
     model, head = write_random_model(tmp_path / "model"), write_random_head(tmp_path / "head")
     settings = PLAIN | {"model_impl": model_impl}

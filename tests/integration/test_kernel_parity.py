@@ -54,6 +54,7 @@ def differences(model_folder: Path, references: list[Reference]) -> dict[str, to
     }
 
 
+@pytest.mark.slow
 def test_kernels_are_as_near_to_float32_as_plain_torch_is(differences: dict[str, torch.Tensor]) -> None:
     errors = {backend: difference.abs().mean().item() for backend, difference in differences.items()}
     assert errors["cpu"] < 1.25 * errors["torch"], errors
