@@ -1,5 +1,5 @@
-"""One requested answer: what a life cycle runs, made from a validated request. Also names, seeds and parameters of
-several answers to one request."""
+"""One requested answer: what a life cycle runs, made from a validated request. Also names and parameters of several
+answers to one request."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from protos import tandem_inference_pb2 as pb
 from protos.tandem_worker_pb2 import ThinkingBudget
+from router.seeds import seed_of_sequence
 from router.text.detokenizer import IncrementalDetokenizer
 from router.text.reasoning import AnswerReader
 from router.validation.resumption import NOTHING, Resumption
@@ -62,12 +63,6 @@ def names_at_workers(request_id: str, num_sequences: int) -> list[str]:
     if num_sequences == 1:
         return [request_id]
     return [f"{index}_{request_id}" for index in range(num_sequences)]
-
-
-def seed_of_sequence(seed: int, index: int) -> int:
-    """vLLM's rule: answer `index` of several has the seed + index (in 64 bits, signed), so that it equals the single
-    answer to that seed."""
-    return (seed + index + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def params_of_sequence(params: pb.SamplingParams, index: int) -> pb.SamplingParams:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 from engine.outputs import FinishReason, TokenLogprobs
 from engine.outputs import RequestOutput as StepOutput
 from router.asked_answer import names_at_workers
+from router.seeds import drawn_seed
 from router.text.bad_words import bad_words_token_ids
 from router.text.detokenizer import IncrementalDetokenizer
 from router.text.structured_outputs import grammar_of, texts_in
@@ -92,11 +92,10 @@ class OfflineRequest:
         """`name`: the engine's name for the request, if that is not its id."""
         self._request_id = request_id
         self.prompt = prompt
-        drawn_seed = secrets.randbits(63)
+        drawn = drawn_seed()
         names = names_at_workers(name or request_id, params.n)
         self.answers = [
-            OfflineAnswer(name, index, prompt, params, drawn_seed, lora_name, tokenizer)
-            for index, name in enumerate(names)
+            OfflineAnswer(name, index, prompt, params, drawn, lora_name, tokenizer) for index, name in enumerate(names)
         ]
         self.answers[0].others = self.answers[1:]
         self._has_told_prompt = False

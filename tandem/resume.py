@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import math
 import random
-import secrets
 import time
 from collections.abc import Callable, Iterable
 
 from protos import tandem_inference_pb2 as pb
+from router.seeds import drawn_seed, has_seed
 from rpc.errors import DeadlinePassed, Draining, NoWorker, Outdated, Overloaded, RequestExists, TandemError, Unreachable
 from rpc.metadata import ACCEPTED_KEY
 from tandem.answer import AnswersStream
@@ -72,8 +72,8 @@ class ResumableStream:
         metadata: sent with every call.
         jitter: a factor for each wait, so that not all clients of a router return at once.
         """
-        if not request.sampling_params.HasField("seed"):
-            request.sampling_params.seed = secrets.randbits(63)
+        if not has_seed(request.sampling_params):
+            request.sampling_params.seed = drawn_seed()
         self._request = request
         self.metadata = metadata
         self._n = max(1, request.sampling_params.n)

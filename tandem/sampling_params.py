@@ -16,7 +16,7 @@ from typing import Any
 
 from engine import sampling_params as engine_params
 from protos import tandem_inference_pb2 as pb
-from router.asked_answer import seed_of_sequence
+from router.seeds import RANDOM, seed_of_sequence
 from router.text.structured_outputs import grammar_of
 from router.validation.sampling import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, MAX_N
 from tandem.checks import check_names, check_text, is_list, is_number, is_whole, without_array
@@ -80,7 +80,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     seed: int | None = None
-    """None: a seed is drawn for each request."""
+    """None or -1: a seed is drawn for each request."""
     skip_special_tokens: bool = True
     allowed_token_ids: Sequence[int] | None = None
     """No other token is ever sampled. None: any token may be."""
@@ -169,7 +169,7 @@ class SamplingParams:
     def for_engine(
         self, drawn_seed: int, sequence: int = 0, *, bad_words_token_ids: Sequence[tuple[int, ...]] = ()
     ) -> engine_params.SamplingParams:
-        """The engine's parameters for answer `sequence`. `drawn_seed`: used if there is no seed. `bad_words_token_ids`:
+        """The engine's parameters for answer `sequence`. `drawn_seed`: used if no seed is given. `bad_words_token_ids`:
         the token ids of `bad_words` (`router.text.bad_words`)."""
         values = {
             entry.name: _plain(entry.name, str(entry.type), getattr(self, entry.name))
@@ -184,7 +184,7 @@ class SamplingParams:
             allowed_token_ids=_token_ids("allowed_token_ids", self.allowed_token_ids),
             bad_words_token_ids=tuple(bad_words_token_ids),
             logit_bias=_biases(self.logit_bias),
-            seed=seed_of_sequence(drawn_seed if self.seed is None else int(self.seed), sequence),
+            seed=seed_of_sequence(drawn_seed if self.seed in (None, RANDOM) else int(self.seed), sequence),
             grammar=self._grammar(),
         )
 

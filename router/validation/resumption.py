@@ -13,6 +13,7 @@ from hashlib import blake2b
 
 from protos import tandem_inference_pb2 as pb
 from router.model_info import ModelInfo
+from router.seeds import has_seed
 from router.served_kind import Kind
 from router.text.detokenizer import IncrementalDetokenizer
 from router.text.reasoning import AnswerReader
@@ -76,8 +77,8 @@ def begun_answers(request: pb.GenerateRequest, model: ModelInfo, violations: Vio
         violations.append(("answers_so_far", f"must have at most n={n} answers, has {len(request.answers_so_far)}"))
     else:
         begun = _several(request.answers_so_far, n, params, model, violations)
-    has_seed = params.HasField("seed") or (params.HasField("temperature") and params.temperature == 0)
-    if not has_seed and (of := next((each for each in begun.values() if each.token_ids or each.is_complete), None)):
+    is_known = has_seed(params) or (params.HasField("temperature") and params.temperature == 0)
+    if not is_known and (of := next((each for each in begun.values() if each.token_ids or each.is_complete), None)):
         what = of.field.partition("[")[0]
         bound = f"must be given with {what}, unless temperature is 0: the seed that the tokens were drawn with"
         violations.append(("sampling_params.seed", bound))

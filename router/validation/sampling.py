@@ -5,10 +5,9 @@ Bounds are those of protos/tandem_inference.proto and the engine's SamplingParam
 
 from __future__ import annotations
 
-import secrets
-
 from protos import tandem_inference_pb2 as pb
 from router.model_info import ModelInfo
+from router.seeds import drawn_seed, has_seed
 from router.text.structured_outputs import problem_of
 from router.validation.violations import Violations, check_in_vocabulary
 
@@ -73,9 +72,9 @@ def resolve_sampling(params: pb.SamplingParams, model: ModelInfo, num_prompt_tok
         ignore_eos=False,
         skip_special_tokens=True,
     )
-    if not params.HasField("seed"):
-        resolved.seed = secrets.randbits(63)
     resolved.MergeFrom(params)  # every field that the request sets wins; lists and the map are empty in `resolved`
+    if not has_seed(params):
+        resolved.seed = drawn_seed()
     if params.is_max_tokens_target:
         resolved.max_tokens = min(resolved.max_tokens, num_left)
     return resolved

@@ -349,6 +349,8 @@ def test_a_prompt_that_cannot_be_served_is_refused_and_leaves_nothing(
 def test_an_absent_seed_is_drawn() -> None:
     assert SamplingParams().for_engine(5).seed == 5
     assert SamplingParams(seed=0).for_engine(5).seed == 0
+    assert SamplingParams(seed=-1).for_engine(5).seed == 5, "as in vLLM, -1 asks for a random one"
+    assert SamplingParams(seed=-2).for_engine(5, 1).seed == -1
 
 
 def test_no_prompts_give_no_answers(llm: LLM) -> None:

@@ -152,11 +152,11 @@ def test_prompts_of_each_kind() -> None:
 
 def test_only_what_is_given_travels() -> None:
     assert generate_request("hi").sampling_params == pb.SamplingParams()
-    sampling = Sampling(temperature=0.0, stop="x", stop_token_ids=[5], logit_bias={3: -1.0}, seed=-1)
-    expected = pb.SamplingParams(temperature=0.0, stop=["x"], stop_token_ids=[5], logit_bias={3: -1.0}, seed=-1)
+    sampling = Sampling(temperature=0.0, stop="x", stop_token_ids=[5], logit_bias={3: -1.0}, seed=-2)
+    expected = pb.SamplingParams(temperature=0.0, stop=["x"], stop_token_ids=[5], logit_bias={3: -1.0}, seed=-2)
     assert generate_request("hi", **sampling).sampling_params == expected
     numpys: dict[str, Any] = {
-        "temperature": np.float32(0), "stop": ("x",), "stop_token_ids": np.array([5]), "seed": np.int64(-1),
+        "temperature": np.float32(0), "stop": ("x",), "stop_token_ids": np.array([5]), "seed": np.int64(-2),
         "logit_bias": {np.int64(3): np.float32(-1)}, "max_tokens": None, "n": np.int32(1),
     }  # fmt: skip
     assert generate_request("hi", **numpys).sampling_params == expected

@@ -65,6 +65,15 @@ def stream_of(
 # -- the client's side ----------------------------------------------------------------------------------------------
 
 
+def test_a_random_seed_is_drawn_here() -> None:
+    def seed_for(asked: int) -> int:
+        request = pb.GenerateRequest(text="hi", sampling_params=pb.SamplingParams(seed=asked))
+        return ResumableStream(request, timeout_s=None, resume_s=1.0).request().sampling_params.seed
+
+    assert min(seed_for(-1) for _ in range(10)) >= 0
+    assert seed_for(-2) == -2
+
+
 @pytest.mark.parametrize("error", [LOST, Draining("leaving")])
 def test_the_next_call_asks_for_what_is_missing(error: TandemError) -> None:
     stream = stream_of()

@@ -69,7 +69,13 @@ def test_a_target_of_max_tokens_is_what_there_is_room_for(asked: int, resolved: 
     assert resolve_sampling(params, MODEL, 95).max_tokens == resolved
 
 
-def test_seeds_are_drawn_anew_and_fit_the_wire() -> None:
-    seeds = {resolve_sampling(pb.SamplingParams(), MODEL, 1).seed for _ in range(100)}
+@pytest.mark.parametrize("asked", [{}, {"seed": -1}], ids=["absent", "vLLM's -1"])
+def test_seeds_are_drawn_anew_and_fit_the_wire(asked: dict[str, int]) -> None:
+    seeds = {resolve_sampling(pb.SamplingParams(**asked), MODEL, 1).seed for _ in range(100)}
     assert len(seeds) == 100
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -2, 0, 2**63 - 1])
+def test_other_seeds_are_the_requests_own(seed: int) -> None:
+    assert resolve_sampling(pb.SamplingParams(seed=seed), MODEL, 1).seed == seed

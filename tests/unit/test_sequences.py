@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from protos import tandem_inference_pb2 as pb
-from router.asked_answer import names_at_workers, params_of_sequence, seed_of_sequence
+from router.asked_answer import names_at_workers, params_of_sequence
+from router.seeds import seed_of_sequence
 from router.sequences import Sequences, _as_one
 
 

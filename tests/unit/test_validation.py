@@ -180,6 +180,11 @@ def test_bounds_themselves_are_allowed(params: dict[str, Any]) -> None:
             "sampling_params.seed",
             "must be given with output_token_ids, unless temperature is 0: the seed that the tokens were drawn with",
         ),
+        (
+            {"text": "x", "sampling_params": pb.SamplingParams(seed=-1), "output_token_ids": [5]},
+            "sampling_params.seed",
+            "must be given with output_token_ids, unless temperature is 0: the seed that the tokens were drawn with",
+        ),
     ],
 )
 def test_requests_that_cannot_be_served(request_fields: dict[str, Any], field: str, description: str) -> None:
