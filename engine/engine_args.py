@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 
+from engine.checkpoint_methods import METHODS
 from engine.lora.modules import EXAMPLE as LORA_EXAMPLE
 from engine.lora.modules import MAX_MODULES, MAX_RANK, parse_lora_modules
 from engine.scheduling.speculation import EXAMPLE, SpeculativeConfig
@@ -18,7 +19,7 @@ LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 ATTENTION_BACKENDS = ("auto", "cpu", "triton", "flash_attn", "torch")
 MODEL_IMPLS = ("auto", "tandem", "transformers")
 """Which code computes a model: our decoder, transformers' code over our attention, or ("auto") the first that can."""
-QUANTIZATIONS = ("auto", "none", "fp8", "int8", "int4")
+QUANTIZATIONS = ("auto", "none", "fp8", "int8", "int4", *METHODS)
 DEVICES = ("auto", "cpu", "cuda")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 CHOICES = {
@@ -26,6 +27,11 @@ CHOICES = {
     "model_impl": MODEL_IMPLS, "device": DEVICES, "attention_backend": ATTENTION_BACKENDS,
 }  # fmt: skip
 """By field of `EngineArgs`."""
+OF_VLLM = {
+    ("attention_backend", "flash_attn"): "flash_attn", ("attention_backend", "triton_attn"): "triton",
+    ("attention_backend", "cpu_attn"): "cpu", ("load_format", "hf"): "auto", ("kv_cache_dtype", "bfloat16"): "auto",
+}  # fmt: skip
+"""What vLLM's other choices, in small letters, are called here."""
 LEAST = {
     "num_kv_blocks": 0, "max_num_seqs": 1, "max_num_batched_tokens": 1, "prefill_chunk_tokens": 0,
     "prefill_batch_tokens": 0,
@@ -88,7 +94,8 @@ class EngineArgs:
             "help": "Quantization of the weights in the layers' matrix products: auto (as in the checkpoint; on a CPU "
             "only int8 and int4 are kept, others are widened to --dtype), none (quantised weights are widened when "
             "loaded), int8 or int4 (weights only, on any device) or fp8 (weights, and activations in steps with many "
-            "rows; GPUs of compute capability 8.9 or later). Other weights are quantised to it when loaded."
+            "rows; GPUs of compute capability 8.9 or later). Other weights are quantised to it when loaded. A "
+            "checkpoint's own method by name (awq, gptq, compressed-tensors, …) means auto."
         },
     )
     kv_cache_dtype: str = field(
@@ -262,7 +269,8 @@ class EngineArgs:
         )
         for name, choices in CHOICES.items():
             chosen = getattr(self, name)
-            _check(chosen in choices, f"{name} must be one of {', '.join(choices)}, is {chosen!r}")
+            hint = f"; vLLM's {chosen} is {own} here" if (own := OF_VLLM.get((name, chosen.lower()))) else ""
+            _check(chosen in choices, f"{name} must be one of {', '.join(choices)}, is {chosen!r}{hint}")
         for name, least in LEAST.items():
             number = getattr(self, name)
             _check(number >= least, f"{name} must be at least {least}, is {number}")

@@ -8,7 +8,7 @@ folder's tokenizer, chat template, config.json and generation_config.json.
                   open_requests: by their names; deadline: refused at once
                   outcome: the log's line, metrics; request_spans: traces
     one answer    lifecycle does ── request_events ── request_state decides; worker_commands, answer_messages
-                  account, timings: where its time goes
+                  account, timings: where its time goes; seeds: what it draws with
     waiting       queue of queued_request ──> fair_shares, aside: whose turn it is, by growing_heap; queue_pace,
                   retry_budget
     choosing      worker_pool ──> candidates ──> policy; taken_room; prefix_lookup, needs

@@ -22,6 +22,7 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from fractions import Fraction
 from types import FrameType
 from typing import Any, TypeVar, get_type_hints
 from urllib.parse import urlsplit
@@ -93,6 +94,19 @@ class Several(click.Option):
         return ("",) if value is not None and len(value) == 0 else value
 
 
+class WholeNumber(click.types.IntParamType):
+    """An integer; as in vLLM, with k, m or g for thousands, millions or billions (25.6k), or with K, M or G for powers
+    of 1024 (32K)."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        form = r"(\d{1,9}(?:\.\d{1,9})?)([kmg])|(\d{1,9})([KMG])"
+        if isinstance(value, str) and (match := re.fullmatch(form, value, re.ASCII)):
+            digits, unit = match[1] or match[3], match[2] or match[4]
+            number = Fraction(digits) * (1000 if unit.islower() else 1024) ** ("kmg".index(unit.lower()) + 1)
+            value = int(number) if number.denominator == 1 else value
+        return super().convert(value, param, ctx)
+
+
 def options_of(
     dataclass_type: type[Any],
     env_prefix: str = "TANDEM",
@@ -140,7 +154,7 @@ def _option_of(
         *also,
         field.name,
         cls=Several if field_type == _TEXTS else click.Option,
-        type=str if field_type == _TEXTS else field_type,
+        type={_TEXTS: str, int: WholeNumber()}.get(field_type, field_type),
         multiple=field_type == _TEXTS,
         envvar=field.metadata.get("env", f"{env_prefix}_{field.name.upper()}"),
         show_envvar=True,

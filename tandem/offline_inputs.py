@@ -20,7 +20,7 @@ from tandem.checks import check_names, is_list
 from tandem.lora_request import LoRARequest, lora_name_of_each
 from tandem.prompts import ReadPrompt, Tokenization, read_prompt
 from tandem.sampling_params import SamplingParams
-from tandem.vllm_settings import without_neutral
+from tandem.vllm_settings import with_room_for_loras, without_neutral
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,7 +43,7 @@ class OfflineInputs:
         """Arguments and errors are `LLM`'s. `caller`: the class that errors name."""
         override = _as_text("override_generation_config", override_generation_config or "{}")
         check_override(override)
-        engine_args = without_neutral(engine_args, caller)
+        engine_args = without_neutral(with_room_for_loras(engine_args), caller)
         check_names(caller, engine_args, [entry.name for entry in fields(EngineArgs)])
         engine_args = {name: value for name, value in engine_args.items() if value is not None}
         if "dtype" in engine_args:

@@ -97,6 +97,14 @@ FLAGS: Mapping[str, str] = {
 """Further flags of vLLM, with what to use instead."""
 
 
+def with_room_for_loras(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """As in vLLM, `enable_lora` leaves room for one adapter, which requests bring along, if `max_loras` says nothing
+    else. With `lora_modules` there is one already."""
+    says_more = settings.get("max_loras") is not None or settings.get("lora_modules")
+    room = {"max_loras": 1} if settings.get("enable_lora") is True and not says_more else {}
+    return {**settings, **room}
+
+
 def without_neutral(settings: Mapping[str, Any], caller: str = "LLM") -> dict[str, Any]:
     """`settings` without those of `SETTINGS` that ask for nothing special. Raises `TypeError`, naming the `caller`'s
     class, for the first other one of `SETTINGS`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from engine.checkpoint_methods import without_method
 from engine.grains import FLOAT8_GRAIN, INT4_GROUP_SIZE, INT8_GRAIN
 from engine.model_loader.folder import SINGLE_FILE, read_json, safetensors_files
 from engine.models import ModelShape
@@ -17,6 +18,7 @@ def read_eagle_config(
     """Read the config of the head in `folder`: what it means for `model`, and its fields as those of a Llama. Raises
     `ValueError` if the head cannot guess for the model. `load_format`: the model's. `quantization`: the head's."""
     hf_config = as_llama(read_json(folder / "config.json"))
+    without_method(quantization, hf_config)
     config = EagleConfig.from_hf(hf_config, num_layers=model.num_decoder_layers, feature_size=model.hidden_size)
     layer = config.layer
     if layer.vocab_size != model.vocab_size:

@@ -24,6 +24,7 @@ from engine.attention import (
     why_not_invariant,
 )
 from engine.cache_dir import report
+from engine.checkpoint_methods import without_method
 from engine.config import (
     CacheConfig,
     DeviceConfig,
@@ -100,7 +101,7 @@ def make_engine_config(args: EngineArgs, folder: Path, hf_config: dict[str, Any]
         batch_invariant=args.batch_invariant,
     )  # fmt: skip
     quantization = resolve_quantization(
-        args.quantization,
+        without_method(args.quantization, hf_config),
         stored,
         device=device,
         capability=capability,

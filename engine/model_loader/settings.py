@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from engine.checkpoint_methods import METHODS, without_method
 from engine.config import GIB, ModelConfig
 from engine.engine_args import OTHER_NAMES_OF_DTYPES, EngineArgs
 from engine.kv_shape import kv_cache_shape, kv_dtype_of, num_state_blocks_of
@@ -43,6 +44,7 @@ def check_settings(args: EngineArgs, folder: Path) -> None:
     refuse what this leaves out: what depends on the device, and, of a model that transformers' code computes, what that
     code must be observed for."""
     hf_config = read_config(folder, args.load_format)
+    without_method(args.quantization, hf_config)
     for name, path in lora_folders(args).items():
         check_adapter(name, path)
     offloading_bytes_of(args)
@@ -86,6 +88,7 @@ def check_draft_model(args: EngineArgs, folder: Path, draft_folder: Path) -> Non
         draft_args = replace(args, quantization=speculation.quantization)
         hf_config = read_config(draft_folder, load_format_of_draft(args))
         check_is_no_head(hf_config)
+        without_method(speculation.quantization, hf_config)
         if is_for_our_decoder(hf_config, args.model_impl):
             shape = load_decoder_config(hf_config)
             _check_quantization(draft_args, hf_config, shape)
@@ -170,7 +173,8 @@ def naming_what_guesses(speculation: SpeculativeConfig | None) -> Iterator[None]
 
 
 def _check_quantization(args: EngineArgs, hf_config: dict[str, Any], shape: ModelShape) -> None:
-    if args.quantization != "auto" and (_is_for_cpu(args) or args.quantization != "fp8"):  # fp8 depends on the GPU
+    by_name = args.quantization not in ("auto", *METHODS)
+    if by_name and (_is_for_cpu(args) or args.quantization != "fp8"):  # fp8 depends on the GPU
         check_quantization(args.quantization, None, dtype_of(args, hf_config), shape)
 
 

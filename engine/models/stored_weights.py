@@ -53,7 +53,7 @@ class StoredWeights:
     @staticmethod
     def from_hf(hf_config: dict[str, Any]) -> StoredWeights:
         """Raises `ValueError` naming the unsupported field, and what is supported."""
-        config = next((hf_config[field] for field in QUANTIZATIONS if hf_config.get(field)), None)
+        config = _config_of(hf_config)
         if not config:
             return StoredWeights()
         if not isinstance(config, dict):
@@ -72,6 +72,16 @@ class StoredWeights:
         if method == OWN:
             return StoredWeights(quantizations=("int4",), packing=OWN, group_size=_group_size(config))
         raise _unsupported("quant_method", method)
+
+
+def method_of(hf_config: dict[str, Any]) -> object:
+    """The `quant_method` of config.json; None if weights are plain."""
+    config = _config_of(hf_config)
+    return config.get("quant_method") if isinstance(config, dict) else None
+
+
+def _config_of(hf_config: dict[str, Any]) -> Any:
+    return next((hf_config[field] for field in QUANTIZATIONS if hf_config.get(field)), None)
 
 
 def is_mxfp4(hf_config: dict[str, Any]) -> bool:

@@ -105,6 +105,9 @@ class SpeculativeConfig:
         if str(given.get("method")).endswith(OLD_MTP):
             given["method"] = "mtp"
         _check_method(given.get("method", cls.method))  # first: other methods have other fields
+        num_ranks = given.pop("draft_tensor_parallel_size", None)
+        is_one = num_ranks is None or (num_ranks == 1 and not isinstance(num_ranks, bool))
+        _check(is_one, f"draft_tensor_parallel_size must be 1, since rank 0 guesses for all, is {num_ranks!r:.80}")
         names = [field.name for field in fields(cls)]
         unknown = sorted(set(given) - set(names))
         _check(not unknown, f"has no {', '.join(unknown)}; there are {', '.join(names)}")

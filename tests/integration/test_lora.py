@@ -222,6 +222,20 @@ def test_unknown_adapters_are_refused(folder: Path) -> None:
         without.add_request("r", PROMPTS[0], GREEDY, lora_name="a")
 
 
+def test_vllms_own_way_to_ask(folder: Path, model_folder: Path, expected: dict[Asked, list[int]]) -> None:
+    shutil.copy(model_folder / "tokenizer.json", folder / "model")
+    llm = LLM(
+        str(folder / "model"), dtype="float32", device="cpu", num_threads=1, num_kv_blocks=60, enable_lora=True,
+        max_lora_rank=16,
+    )  # fmt: skip
+    params = ClientSamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    prompt = {"prompt_token_ids": PROMPTS[2]}
+    for number, name in enumerate(("a", "b"), start=1):
+        asked = LoRARequest(name, number, str(folder / name))
+        [output] = llm.generate(prompt, params, use_tqdm=False, lora_request=asked)
+        assert list(output.outputs[0].token_ids) == expected[2, name, False]
+
+
 def test_offline_adapters_that_requests_bring(
     folder: Path, model_folder: Path, expected: dict[Asked, list[int]]
 ) -> None:

@@ -90,6 +90,24 @@ def test_defaults_flags_and_environment() -> None:
     assert values(invoke(env=env | {"TANDEM_NAMES": " \n"}))["names"] == [""], "a file of keys without one is a mistake"
 
 
+@pytest.mark.parametrize(
+    ("given", "number"),
+    [("32k", 32_000), ("32K", 32_768), ("2m", 2_000_000), ("1M", 1 << 20), ("1g", 10**9), ("1G", 1 << 30),
+     ("25.6k", 25_600), ("007", 7)],
+)  # fmt: skip
+def test_numbers_may_have_a_unit(given: str, number: int) -> None:
+    """As vLLM's: small letters count in thousands, capital ones in 1024s."""
+    assert values(invoke("--needed", "x", "--batch-size", given))["batch_size"] == number
+    assert values(invoke("--needed", "x", env={"TANDEM_BATCH_SIZE": given}))["batch_size"] == number
+
+
+@pytest.mark.parametrize("given", ["k", "1.5K", "1.0001k", "32kb", "-1k", "1 k", "1e3", "9" * 5000 + "g", "1t"])
+def test_other_units_are_no_numbers(given: str) -> None:
+    result = invoke("--needed", "x", "--batch-size", given)
+    assert result.exit_code == 2
+    assert "is not a valid integer" in result.stderr
+
+
 def test_help_shows_everything_in_order() -> None:
     text = "".join(invoke("--help").output.split())  # however the text is wrapped
     for expected in (

@@ -21,6 +21,7 @@ from engine import int4_weight
 from engine.int4_weight import Int4Weight, quantize_int4
 from engine.model_loader import create_engine_config, int4_weights
 from engine.model_loader.int4_weights import DummyInt4Weights, Int4Weights
+from engine.model_loader.settings import check_settings
 from engine.model_loader.weights import DummyWeights, SafetensorsWeights
 from engine.models.stored_weights import StoredWeights
 from engine.weight import part_of, stacked
@@ -323,6 +324,29 @@ def test_who_keeps_4_bits_is_not_paired_with_who_widens_them(saved: Any, tmp_pat
     configs = [create_engine_config(replace(args, quantization=each)) for each in ("auto", "none", "int8", "int4")]
     assert [each.model.quantization for each in configs] == ["stored", "none", "int8", "int4"]
     assert len({each.compat_digest for each in configs}) == 4
+
+
+@pytest.mark.parametrize(
+    ("form", "asked", "own"),
+    [("gptq", "gptq_marlin", True), ("awq", "awq", True), ("packed", "compressed-tensors", True),
+     ("packed", "awq", False), ("gptq", "awq_marlin", False)],
+)  # fmt: skip
+def test_a_checkpoints_own_method_by_name_means_auto(
+    saved: Any, tmp_path: Path, form: str, asked: str, own: bool
+) -> None:
+    hf_config, tensors = saved("llama")
+    config = INT4_FORMS[form].quantization_config
+    stored, _ = in_int4(tensors, INT4_FORMS[form])
+    folder = save_checkpoint(tmp_path, hf_config | {"quantization_config": config}, stored)
+    args = replace(arguments(folder, "cpu", "cpu", dtype="bfloat16", block_size=16), load_format="auto")
+    named = replace(args, quantization=asked)
+    if own:
+        check_settings(named, folder)
+        assert create_engine_config(named) == create_engine_config(args)
+        return
+    for check in (lambda: create_engine_config(named), lambda: check_settings(named, folder)):
+        with pytest.raises(ValueError, match=f"quantization {asked} is not .*, whose quant_method is '.*'; give auto"):
+            check()
 
 
 def test_weights_that_are_quantised_when_loaded(saved: Any, tmp_path: Path) -> None:

@@ -240,7 +240,11 @@ def test_a_block_that_fits_nowhere_is_the_reason(tmp_path: Path, monkeypatch: py
         ({"load_format": "gguf"}, "load_format gguf needs a .gguf file"),
         ({"load_format": "safetensors"}, "has neither model.safetensors nor"),
         ({"device": "tpu"}, "device must be one of auto, cpu, cuda, is 'tpu'"),
-        ({"quantization": "int2"}, "quantization must be one of auto, none, fp8, int8, int4, is 'int2'"),
+        ({"quantization": "int2"}, "quantization must be one of auto, none, fp8, int8, int4, awq, .*, is 'int2'$"),
+        ({"quantization": "awq"}, "quantization awq is not .* this checkpoint, whose weights are plain; give auto"),
+        ({"attention_backend": "FLASH_ATTN"}, "one of auto, .*, is 'FLASH_ATTN'; vLLM's FLASH_ATTN is flash_attn here"),
+        ({"attention_backend": "TRITON_ATTN"}, "is 'TRITON_ATTN'; vLLM's TRITON_ATTN is triton here"),
+        ({"load_format": "hf"}, "is 'hf'; vLLM's hf is auto here"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype must be one of auto, fp8, fp8_e4m3, is 'fp8_e5m2'"),
         ({"device": "cpu", "quantization": "fp8"}, "quantization fp8 .*: it needs a GPU .* 8.9 or later; give int8 or"),
         (

@@ -17,7 +17,7 @@ from engine.engine_args import EngineArgs
 from engine.model_loader import create_engine_config
 from tandem import LLM, SamplingParams, StructuredOutputsParams
 from tandem.cli import command
-from tandem.vllm_settings import FLAGS, SETTINGS, instead_of_flag, without_neutral
+from tandem.vllm_settings import FLAGS, SETTINGS, instead_of_flag, with_room_for_loras, without_neutral
 
 
 @pytest.mark.parametrize(
@@ -200,6 +200,21 @@ def test_a_name_that_is_no_setting_is_told_with_those_that_are() -> None:
         LLM(num_gpu_blocks_override=100)
     with pytest.raises(TypeError, match="LLM has no zzz"):
         LLM(zzz=None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "num"),
+    [
+        ({"enable_lora": True}, 1), ({"enable_lora": True, "max_loras": None}, 1),
+        ({"enable_lora": True, "max_loras": 4}, 4), ({"enable_lora": False}, None), ({}, None),
+        ({"enable_lora": True, "lora_modules": {"a": "x"}}, None),
+    ],
+)  # fmt: skip
+def test_enable_lora_leaves_room_for_one(settings: dict[str, Any], num: int | None) -> None:
+    """As in vLLM, whose examples bring the adapter along with a request."""
+    asked = without_neutral(with_room_for_loras(settings))
+    assert asked.get("max_loras") == num
+    assert "enable_lora" not in asked
 
 
 def test_vllms_settings_may_ask_for_what_is_done_anyway() -> None:

@@ -141,6 +141,8 @@ def test_the_setting_is_json_with_vllms_words() -> None:
     by_model = SpeculativeConfig(num_speculative_tokens=3, method="draft_model", model="small", quantization="int8")
     text = '{"model": "small", "num_speculative_tokens": 3, "quantization": "int8"}'
     assert SpeculativeConfig.parse(text) == by_model
+    text = '{"model": "small", "num_speculative_tokens": 3, "quantization": "int8", "draft_tensor_parallel_size": 1}'
+    assert SpeculativeConfig.parse(text) == by_model, "vLLM's field, with what holds here"
     own_head = SpeculativeConfig(num_speculative_tokens=1, method="mtp")
     for method in ("mtp", "deepseek_mtp", "glm4_moe_mtp"):  # vLLM's older names
         assert SpeculativeConfig.parse(json.dumps({"method": method, "num_speculative_tokens": 1})) == own_head
@@ -187,6 +189,11 @@ def test_the_setting_is_json_with_vllms_words() -> None:
             "model must be empty with the method 'ngram', is 'x'",
         ),
         ({"model": "x"}, "must have num_speculative_tokens"),
+        (
+            {"num_speculative_tokens": 2, "model": "x", "draft_tensor_parallel_size": 2},
+            "draft_tensor_parallel_size must be 1, since rank 0 guesses for all, is 2",
+        ),
+        ({"num_speculative_tokens": 2, "model": "x", "draft_tensor_parallel_size": True}, "must be 1, .* is True"),
         (
             {"num_speculative_tokens": 2, "quantization": "int8"},
             "quantization must be 'auto' without a model, is 'int8'",
