@@ -139,10 +139,11 @@ class ClusterArgs:
         ):
             if port is not None and not 0 <= port <= 65536 - num:
                 raise ValueError(f"{flag} must be in [0, {65536 - num}], is {port}")
-        own: dict[str, Any] = {"listen": self.listen, "redis": self.redis_url or ServiceArgs.redis}
-        try:  # the checks that the processes will make
-            RouterArgs(model=self.engine.model, api_key=self.api_key, **own, **self.settings_of(RouterArgs))
-            WorkerArgs(**own, **self.settings_of(WorkerArgs))
+        redis: dict[str, Any] = {"redis": self.redis_url or ServiceArgs.redis}
+        front: dict[str, Any] = {"listen": self.listen, "model": self.engine.model, "api_key": self.api_key}
+        try:  # the checks that the processes will make; `listen` is the router's
+            RouterArgs(**front, **redis, **self.settings_of(RouterArgs))
+            WorkerArgs(**redis, **self.settings_of(WorkerArgs))
             GatewayArgs(api_key=self.api_key, **self.settings_of(GatewayArgs))
         except ValueError as error:
             raise ValueError(with_flags(str(error), self.field_names)) from error

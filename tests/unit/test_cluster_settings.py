@@ -277,6 +277,16 @@ def test_workers_have_names_and_ids_of_their_own() -> None:
     assert str(os.getpid()) in shared, "several clusters may share that Redis"
 
 
+@pytest.mark.parametrize("listen", ["0.0.0.0:50051", "[::]:0", "0.0.0.0:0"])
+def test_all_may_connect_to_routers_and_gateways(listen: str) -> None:
+    """Workers stay at the loopback address: only the fronts are for others."""
+    args = ClusterArgs(listen=listen, http_port=8000)
+    assert flag_of(router_spec(args, "router", FOLDER, REDIS), "--listen") == listen
+    assert args.http_listen == f"{listen.rpartition(':')[0]}:8000"
+    worker = worker_spec(args, "decode-1", FOLDER, REDIS)
+    assert flag_of(worker, "--listen") == "127.0.0.1:0"
+
+
 @pytest.mark.parametrize("name", ["listen", "metrics_listen"])
 def test_a_gateway_refuses_what_is_no_address(name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name}: must be HOST:PORT"):
