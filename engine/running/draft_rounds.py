@@ -42,7 +42,7 @@ class Followed:
     """One part while it is done: a copy of the sequence that only the draft model's runner sees."""
 
     def __init__(self, part: DraftPart, *, reads_pairs_apart: bool) -> None:
-        """`reads_pairs_apart`: lay out two tokens as two rows, so that the round can be a recorded one."""
+        """`reads_pairs_apart`: lay out two tokens as two rows, if possible, so that the round can be a recorded one."""
         seq, params = part.seq, part.seq.sampling_params
         self.num_drafts = part.num_drafts
         self.guesses: list[int] = []
@@ -54,7 +54,8 @@ class Followed:
         self._apart: list[int] = []
         """A known token that is laid out as the guess after the others are."""
         token_ids = array("q", seq.token_ids)
-        if part.num_drafts and self._num_new == 2 and reads_pairs_apart:
+        # The first of two rows would ask a grammar about a shorter answer than the engine has.
+        if part.num_drafts and self._num_new == 2 and reads_pairs_apart and seq.grammar is None:
             self._apart = [token_ids.pop()]
         self._copy = replace(
             seq,

@@ -193,6 +193,7 @@ class GrammarState:
     def _at(self, answer: Seq[int], num_drafts: int) -> LLMatcher | None:
         """Return the matcher after it has consumed exactly `answer`. None: there is no matcher, and `error` says
         why."""
+        assert len(answer) >= self._num_known, f"an answer of {self._num_known} tokens is asked about as a shorter one"
         try:
             matcher = self._compiled.result()
         except Exception as error:  # the library raises bare exceptions for a bad tokenizer; only this request fails

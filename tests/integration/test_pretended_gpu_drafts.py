@@ -13,6 +13,7 @@ import pytest
 import torch
 from deepseek_cases import GREEDY
 from eagle_cases import write_ring, write_ring_head
+from grammar_cases import params_of, write_model
 from handover import alone
 from pretend_gpu import PretendGpu, pretend_gpu
 from pretend_gpu.engines import GUESSING, IN_TURN, REPEATING, SMALL, make_engine
@@ -112,6 +113,20 @@ def test_the_rounds_of_a_draft_model_are_replays(
     assert len(nums_replayed) == len(launches) - 2, "the prompt, and the prompt in the draft model"
     assert drafting.stats.num_accepted_tokens == drafting.stats.num_draft_tokens > 6
     assert answer == alone(make_engine(tmp_path, WIDE, **SMALL | {"attention_backend": "torch"}), prompt, params)
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_draft_model_keeps_to_a_grammar(gpu: PretendGpu, tmp_path: Path, number: int) -> None:
+    """The same answer as without guesses. It is right each time, so that after each step it lacks two tokens."""
+    config = json.loads((write_model(tmp_path) / "config.json").read_text())
+    guessing = json.dumps({"model": str(write_model(tmp_path / "draft")), "num_speculative_tokens": 3})
+    settings = SMALL | {"max_num_seqs": 4}
+    drafting = make_engine(tmp_path, config, speculative_config=guessing, **settings)
+    assert drafting.config.device.uses_graphs
+    prompt, params = [5, 6, 7], replace(params_of(number), max_tokens=24)
+    answer = alone(drafting, prompt, params)
+    assert drafting.stats.num_accepted_tokens
+    assert answer == alone(make_engine(tmp_path, config, **settings | {"attention_backend": "torch"}), prompt, params)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
