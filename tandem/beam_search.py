@@ -217,10 +217,13 @@ def _step(searches: Sequence[BeamSearch], ask: Ask) -> None:
     lora_names = [search.lora_name for search in searches for _ in search.alive]
     answers = iter(ask(list(chain.from_iterable(prompts)), lora_names))
     for search, own in zip(searches, prompts, strict=True):
-        search.advance([_likely(answer) for answer in islice(answers, len(own))])
+        search.advance([_likely(prompt, next(answers)) for prompt in own])
 
 
-def _likely(answer: RequestOutput) -> dict[int, Logprob]:
+def _likely(prompt: ReadPrompt, answer: RequestOutput) -> dict[int, Logprob]:
+    """The likeliest next tokens. Raises `RuntimeError` if the model cannot say them."""
+    if error := answer.outputs[0].error:
+        raise RuntimeError(f"{prompt.name}: {error}")
     logprobs = answer.outputs[0].logprobs
     assert logprobs is not None, "they were asked for"
     return logprobs[0]

@@ -181,7 +181,8 @@ class LLM:
     ) -> list[BeamSearchOutput]:
         """The likeliest answers to each of `prompts`, in their order, found by beam search (`tandem.beam_search`).
         Prompts, adapters, errors and Ctrl-C are as with `generate`. `concurrency_limit`: for how many prompts to search
-        at once; None: all. If a prompt leaves less room than `max_tokens`, its answers fill the room."""
+        at once; None: all. If a prompt leaves less room than `max_tokens`, its answers fill the room. Raises
+        `RuntimeError`, naming the prompt, if the model's numbers are not numbers."""
         check_beam_search(params, concurrency_limit)
         of_step, asked = params.of_step(), self._inputs.tokenization(None)
         read = [self._inputs.read(name, prompt, of_step, asked) for name, prompt in named_prompts(prompts)]

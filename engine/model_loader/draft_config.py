@@ -82,7 +82,10 @@ def with_eagle_head(config: EngineConfig, args: EngineArgs, folder: Path) -> Eng
             f"attention_backend must be one that can compute it and the model: {head.device.attention_backend} and "
             f"{config.device.attention_backend} order keys and values differently"
         )
-    return _with_head(config, head, eagle, {"eagle_head": digest_of([head.compat_digest, asdict(eagle)])})
+    # What decides its keys and values, besides what the model's digest has. Its config as the engine has it would name
+    # the length limit.
+    in_digest = {"eagle_head": digest_of([head.model.weights_digest, head.model.quantization, asdict(eagle)])}
+    return _with_head(config, head, eagle, in_digest)
 
 
 def with_mtp_head(config: EngineConfig, args: EngineArgs) -> EngineConfig:

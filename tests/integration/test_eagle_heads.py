@@ -211,6 +211,8 @@ def test_only_engines_with_the_same_head_exchange_blocks(tmp_path: Path) -> None
     trained = rewritten(head, lambda of: {**of, "fc.weight": of["fc.weight"] / 2})
     digests = {make_engine(ring, each, **CPU).config.compat_digest for each in (None, head, other, trained)}
     assert len(digests) == 4
+    for max_model_len in (64, 128):  # as without a head
+        assert make_engine(ring, head, max_model_len=max_model_len, **CPU).config.compat_digest in digests
     assert make_engine(ring, write_ring_head(tmp_path / "same"), **CPU).config.compat_digest in digests
 
 

@@ -21,7 +21,7 @@ from engine.outputs import FinishReason, TokenLogprobs
 from engine.outputs import Logprob as StepLogprob
 from engine.outputs import RequestOutput as StepOutput
 from router.text.tokenizer import Tokenizer
-from tandem import LLM, SamplingParams, StructuredOutputsParams, TextPrompt, TokensPrompt
+from tandem import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams, TextPrompt, TokensPrompt
 from tandem.metrics import Counter
 from tandem.offline_answer import OfflineRequest
 from tandem.prompts import ReadPrompt
@@ -324,6 +324,8 @@ def test_an_answer_without_a_next_token_says_why(llm: LLM, model_folder: Path, t
     (output,) = broken.generate(["Once upon a time"], GREEDY)
     assert (output.outputs[0].finish_reason, output.outputs[0].token_ids) == ("error", [])
     assert output.outputs[0].error == "the model's numbers for the next token are not numbers"
+    with pytest.raises(RuntimeError, match=r"^prompts\[0\]: the model's numbers for the next token are not numbers"):
+        broken.beam_search(["Once upon a time"], BeamSearchParams(beam_width=2, max_tokens=4))
     assert at_rest(llm)
     assert at_rest(broken)
 
