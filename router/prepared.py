@@ -44,7 +44,8 @@ async def prepare(
     check_prompt_length(validated, len(prompt.token_ids), model)
     pool.require_decode_worker()
     tokens = await _tokens_in(validated, texts)
-    form = await compile_grammar(validated.sampling_params, grammars, validated.asked_tools, tokens)
+    client = validated.fairness_id
+    form = await compile_grammar(validated.sampling_params, grammars, validated.asked_tools, tokens, client=client)
     return PreparedRequest(validated, model, texts, prompt, form, tokens)
 
 

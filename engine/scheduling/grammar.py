@@ -13,7 +13,7 @@ rolls back drafts that turn out to be wrong.
 
 Each sequence compiles its own grammar, even if the same one was compiled before: copies of a matcher share its lexer
 states, which grow with the answers of all copies up to a limit, and at the limit all copies would fail. Compiling takes
-a millisecond, or a second for the worst grammar that a router accepts (router/validation/grammar_checker.py) and for
+a millisecond, or a second for the worst grammar that a router accepts (router/validation/grammar_process.py) and for
 the first one. It starts when the request arrives, on one thread, one grammar after the other. Meanwhile the scheduler
 computes the prompt up to its last token, and other sequences.
 """

@@ -69,7 +69,7 @@ def problem_of(asked: pb.StructuredOutputs, n: int = 1) -> str | None:
 
 def grammar_of(asked: pb.StructuredOutputs, tokens: Mapping[str, int] = MappingProxyType({})) -> str:
     """The grammar. Raises `ValueError` saying why it cannot constrain an answer. A client's grammar may take forever or
-    end the process: see router/validation/grammar_checker.py.
+    end the process: see router/validation/grammar_process.py.
 
     `tokens`: ids of the words within `texts_in(asked)` that are single tokens, which llguidance would otherwise make
     the model spell. The grammar is checked as text, and then returned with these tokens.

@@ -166,9 +166,11 @@ async def compile_grammar(
     checker: GrammarChecker,
     asked: AskedTools = NO_TOOLS,
     tokens: Mapping[str, int] = MappingProxyType({}),
+    *,
+    client: str = "",
 ) -> str:
     """The grammar that workers follow for structured_outputs; empty if none are requested. `tokens`: as in
-    `grammar_of`. The compilation runs in another process.
+    `grammar_of`. `client`: with whom others take turns. The compilation runs in another process.
 
     Raises `InvalidRequest` saying why the grammar cannot constrain an answer; if `asked` tools made the grammar, it
     names the tool.
@@ -176,7 +178,7 @@ async def compile_grammar(
     if not params.HasField("structured_outputs"):
         return ""
     try:
-        return await checker.check(params.structured_outputs, max(1, params.n), tokens)
+        return await checker.check(params.structured_outputs, max(1, params.n), tokens, client=client)
     except ValueError as error:
         if asked.parser:
             raise InvalidRequest([asked.problem_of_form(str(error))]) from error

@@ -27,7 +27,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.sequence import Sequence
 from engine.scheduling.speculation import SpeculativeConfig
 from router.text.structured_outputs import grammar_of
-from router.validation import grammar_checker
+from router.validation import grammar_process
 from tandem.structured_outputs import StructuredOutputsParams
 
 VOCAB_SIZE = 300
@@ -83,7 +83,7 @@ def stack_bytes() -> int:
 
 def test_grammars_are_compiled_on_a_larger_stack_than_a_router_has_tried_them_on(grammars: Grammars) -> None:
     compiled(grammars, grammar_text("json"))
-    assert grammars._thread.submit(stack_bytes).result() >= 4 * grammar_checker.STACK_BYTES
+    assert grammars._thread.submit(stack_bytes).result() >= 4 * grammar_process.STACK_BYTES
     assert threading.stack_size() == 0, "other threads have the usual one"
 
 

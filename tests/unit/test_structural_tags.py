@@ -225,7 +225,7 @@ async def test_what_is_wrong_is_refused_by_name(checker: GrammarChecker) -> None
         assert why in await refused(asked(form), checker), form
     for text, why in (("{", "is not JSON: "), ("[]", "must be an object, is []"), ('{"format": NaN}', "is not JSON: ")):
         assert why in await refused(pb.StructuredOutputs(structural_tag=text), checker)
-    child = checker._child
+    child = checker._process._child
     assert child is not None
     assert child.returncode is None, "none of these ends the process that compiles"
 
