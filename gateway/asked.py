@@ -83,7 +83,7 @@ _REQUEST_ID = r"^[\x21-\x7e]{0,100}$"
 
 
 def _check_request_id(value: str) -> str:
-    if not re.match(_REQUEST_ID, value):
+    if not re.fullmatch(_REQUEST_ID, value):
         raise ValueError(f"must be at most 100 printable ASCII characters, none of them a space, is {value!r:.40}")
     return value
 

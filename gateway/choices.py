@@ -73,7 +73,7 @@ class Choices:
 
     def _events_of(self, choice: int, message: GenerateResponse, usage: Usage, *, is_first: bool) -> bytes:
         """The events of `message`; empty if it has nothing to report. Updates `usage`, the choice's usage so far."""
-        told = b""
+        told, opening = b"", None
         if is_first:
             usage.prompt_tokens = message.prompt_tokens or message.usage.prompt_tokens
             self._style.note_prompt(choice, message)
@@ -90,6 +90,7 @@ class Choices:
             or message.tool_calls
             or logprobs
             or message.prompt_logprobs
+            or (message.prompt_token_ids and opening is None)  # which tells them
             or (self._body.return_token_ids and message.token_ids)
         )
         if is_news or self._body.includes_usage_always:

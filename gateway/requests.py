@@ -93,8 +93,6 @@ NumAlternativesOrNo = Annotated[
 
 
 class StreamOptions(Known):
-    model_config = ConfigDict(strict=False)
-
     include_obfuscation: bool | None = None
     """OpenAI's padding against observers of lengths. It has no effect here."""
     include_usage: bool | None = None

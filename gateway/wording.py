@@ -30,18 +30,22 @@ _IS_HERE = {
 _ROUTE_OF = {"prompt": "/v1/completions", "messages": "/v1/chat/completions", "input": "/v1/responses"}
 """By the field in which a route takes what the model is to answer."""
 _WANTED = {
+    "bool_parsing": "true or false",
     "bool_type": "true or false",
     "dict_type": "an object",
     "finite_number": "a finite number",
     "float_type": "a number",
     "int_from_float": "a whole number",
     "int_parsing": "a whole number",
+    "int_parsing_size": "a whole number",
     "int_type": "a whole number",
     "list_type": "an array",
     "model_type": "an object",
     "string_type": "a text",
 }
-_WANTS_NO_TEXT = {"bool_type", "float_type", "int_parsing", "int_type", "literal_error"}
+_WANTS_NO_TEXT = {
+    "bool_parsing", "bool_type", "float_type", "int_parsing", "int_parsing_size", "int_type", "literal_error"
+}  # fmt: skip
 MAX_NAME_CHARS = 80
 """Names chosen by the client are cut to this length in errors."""
 MAX_VALUE_CHARS = 40
@@ -88,7 +92,8 @@ def _wanted(wrong: ErrorDetails) -> str:
             return f"must have at most {bounds['max_length']} entries"
         case "string_too_long":
             return f"must have at most {bounds['max_length']} characters"
-    return f"must be {_WANTED[kind]}"
+    # Whatever else pydantic may find one day is told in its own words, which quote nothing.
+    return f"must be {_WANTED[kind]}" if kind in _WANTED else f"cannot be read ({wrong['msg']})"
 
 
 def _given(wrong: ErrorDetails) -> str:

@@ -180,6 +180,25 @@ async def test_an_echo_begins_with_the_prompt(prompt: str | list[int], hidden: i
     assert asked[-1].HasField("prompt_logprobs") == isinstance(prompt, list), "a text is known"
 
 
+async def test_a_streamed_echo_alone_has_the_prompts_ids() -> None:
+    body = {"prompt": PROMPT, "echo": True, "max_tokens": 0, "return_token_ids": True}
+
+    async def answer(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+        first = tokens(0, 7, text="x")
+        first.prompt_token_ids.extend([40, 41])
+        yield first
+        yield last(1)
+
+    async with gateway() as (router, http):
+        router.script = answer
+        whole = (await http.post("/v1/completions", json=body)).json()
+        events = events_of((await http.post("/v1/completions", json=body | {"stream": True})).text)
+    assert whole["choices"][0]["prompt_token_ids"] == [40, 41]
+    pieces = [choice for event in events for choice in event["choices"]]
+    assert [piece["prompt_token_ids"] for piece in pieces if "prompt_token_ids" in piece] == [[40, 41]]
+    assert "".join(piece["text"] for piece in pieces) == PROMPT
+
+
 async def test_an_echo_stands_before_each_of_several_choices() -> None:
     """The prompt's logprobs come only with the first choice."""
 
