@@ -192,7 +192,7 @@ async def test_a_streamed_echo_alone_has_the_prompts_ids() -> None:
     async with gateway() as (router, http):
         router.script = answer
         whole = (await http.post("/v1/completions", json=body)).json()
-        events = events_of((await http.post("/v1/completions", json=body | {"stream": True})).text)
+        *events, _ = events_of((await http.post("/v1/completions", json=body | {"stream": True})).text)
     assert whole["choices"][0]["prompt_token_ids"] == [40, 41]
     pieces = [choice for event in events for choice in event["choices"]]
     assert [piece["prompt_token_ids"] for piece in pieces if "prompt_token_ids" in piece] == [[40, 41]]
