@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -31,6 +31,8 @@ HEARD_S = 1.0
 """How long a peer's health answer is used."""
 _A_STREAM_S = 86_400.0
 """Longer than any stream lasts."""
+CANCELLED_S = 1.0
+"""The most time that calls take to end once they are cancelled."""
 
 
 class SpreadChannel:
@@ -55,7 +57,8 @@ class SpreadChannel:
         self._served_s = self._now_s
         """When a peer was last seen to serve over them; or when they were opened."""
         self._next: _Spread | None = None
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing: dict[asyncio.Task[None], _Spread] = {}
+        """Connections over which streams still run, by the tasks that wait for these to end."""
 
     def unary_unary(self, *described: Any, **further: Any) -> Any:
         """As of gRPC's channels, of which stubs are made."""
@@ -66,9 +69,14 @@ class SpreadChannel:
         return self._calling(lambda spread: spread.unary_stream(*described, **further))
 
     async def close(self) -> None:
-        for task in self._closing:
-            task.cancel()
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        """Close all connections. Running calls are cancelled, also those over old connections."""
+        closing = dict(self._closing)
+        for old in closing.values():
+            old.cancel_calls()
+        if closing:
+            _, late = await asyncio.wait(closing, timeout=CANCELLED_S)  # they wait for these calls
+            for task in late:
+                task.cancel()
         for spread in (self._now, self._next):
             if spread is not None:
                 await spread.close()
@@ -101,8 +109,8 @@ class SpreadChannel:
         for old in (self._now, self._next):
             if old is not None and old is not spread:
                 closing = asyncio.create_task(old.close(_A_STREAM_S))
-                self._closing.add(closing)
-                closing.add_done_callback(self._closing.discard)
+                self._closing[closing] = old
+                closing.add_done_callback(self._closing.pop)
         self._now, self._next = spread, None
         self._now_s = self._served_s = time.monotonic()
 
@@ -116,30 +124,37 @@ class _Spread:
         for channel in (self._streams, self._questions):
             channel.get_state(try_to_connect=True)
         self._any = open_channel(address, tls=tls)
+        self._calls: WeakSet[grpc.aio.Call] = WeakSet()
 
     def is_one_serving(self) -> bool:
         return all(_is_ready(channel) for channel in (self._streams, self._questions))
 
     def unary_unary(self, *described: Any, **further: Any) -> Any:
         at_any = self._any.unary_unary(*described, **further)
-        return _either(self._questions, self._questions.unary_unary(*described, **further), at_any)
+        return self._either(self._questions, self._questions.unary_unary(*described, **further), at_any)
 
     def unary_stream(self, *described: Any, **further: Any) -> Any:
         at_any = self._any.unary_stream(*described, **further)
-        return _either(self._streams, self._streams.unary_stream(*described, **further), at_any)
+        return self._either(self._streams, self._streams.unary_stream(*described, **further), at_any)
+
+    def _either(self, channel: grpc.aio.Channel, at_serving: Any, at_any: Any) -> Any:
+        """Call a serving peer if `channel` knows one by now, else any peer."""
+
+        def call(*request: Any, **how: Any) -> Any:
+            called = (at_serving if _is_ready(channel) else at_any)(*request, **how)
+            self._calls.add(called)
+            return called
+
+        return call
+
+    def cancel_calls(self) -> None:
+        """Cancel all running calls: a channel that is being closed with grace cannot be told to hurry."""
+        for call in self._calls:
+            call.cancel()
 
     async def close(self, grace_s: float | None = None) -> None:
         """Close the connections; running calls have `grace_s` seconds to end."""
         await asyncio.gather(*(channel.close(grace_s) for channel in (self._streams, self._questions, self._any)))
-
-
-def _either(channel: grpc.aio.Channel, at_serving: Any, at_any: Any) -> Any:
-    """Call a serving peer if `channel` knows one by now, else any peer."""
-
-    def call(*request: Any, **how: Any) -> Any:
-        return (at_serving if _is_ready(channel) else at_any)(*request, **how)
-
-    return call
 
 
 def _is_ready(channel: grpc.aio.Channel) -> bool:

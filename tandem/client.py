@@ -13,9 +13,8 @@ even be sent. Calls that still run when the client is closed, and later calls, r
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Self, TypeVar, Unpack
 
@@ -115,7 +114,7 @@ class Client(ClientBase):
             except (TandemError, ClientClosed) as error:
                 if stream.has_ended:  # everything has come except the status
                     return
-                time.sleep(stream.wait_s(error))
+                self._closed.wait(stream.wait_s(error))
                 continue
             stream.answers().check_ended()
             return
@@ -213,6 +212,8 @@ class AsyncClient(ClientBase):
         super().__init__(address, api_key=api_key, resume_s=resume_s, on_broken=on_broken, is_spread=is_spread)
         self._tls = tls
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._closing = asyncio.Event()
+        """Set with `_closed`; tasks can wait for it."""
 
     def _bind(self) -> None:
         """Open the channel on first use: gRPC's channels belong to the event loop on which they are opened."""
@@ -264,10 +265,16 @@ class AsyncClient(ClientBase):
             except (TandemError, ClientClosed) as error:
                 if stream.has_ended:
                     return
-                await asyncio.sleep(stream.wait_s(error))
+                await self._wait(stream.wait_s(error))
                 continue
             stream.answers().check_ended()
             return
+
+    async def _wait(self, wait_s: float) -> None:
+        """Wait so long; less if the client is closed meanwhile."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self._closing.wait()
 
     async def _ask(
         self, method: Callable[[], Callable[..., Awaitable[T]]], request: Message, timeout_s: float | None = None
@@ -325,6 +332,7 @@ class AsyncClient(ClientBase):
         if self._loop is not None:
             self._bind()
         self._closed.set()
+        self._closing.set()
         if self._loop is not None:
             await self._channel.close()
 

@@ -219,8 +219,9 @@ def set_end(chat: pb.Chat, add_generation_prompt: bool | None, continue_final_me
 
 
 def _check_no_chat(asked: Mapping[str, Any]) -> None:
-    for name in ("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"):
-        if asked[name]:
+    for name, value in asked.items():
+        # False asks for something only if it says how calls are made; an empty list or object never does.
+        if value or (value is not None and name in ("tool_choice", "parallel_tool_calls")):
             raise ValueError(f"{name}: only with messages, since the chat template is for those")
 
 

@@ -66,6 +66,22 @@ async def test_each_in_turn() -> None:
         assert await client.is_serving()
 
 
+async def test_closing_ends_streams_over_old_connections() -> None:
+    async with spread() as (routers, client):
+        await until_asked(client, *routers)
+        for router in routers:
+            router.may_go_on.clear()
+        stream = client.stream("a")
+        assert (await anext(stream)).text == "one "
+        channel, old = client._channel, client._channel._now
+        channel._renew_s = 0.0
+        while channel._now is old:
+            await client.model_info()
+        await client.close()
+        with pytest.raises(ClientClosed):
+            await anext(stream)
+
+
 async def test_one_that_cannot_serve_is_left_aside_until_it_can() -> None:
     async with spread(num_ready=1) as ((ready, other), client):
         for _ in range(4):

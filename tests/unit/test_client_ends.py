@@ -11,10 +11,11 @@ from typing import Any
 
 import grpc
 import pytest
-from scripted_router import EXACT, Scripted, scripted_router, tokens
+from scripted_router import EXACT, Scripted, breaking, scripted_router, tokens
 
 from protos import tandem_inference_pb2 as pb
 from tandem import AsyncClient, Client, ClientClosed
+from tandem.resume import ResumableStream
 
 CALLS: tuple[Callable[[Any], Any], ...] = (
     lambda client: client.generate("hi"), lambda client: client.generate_n("hi", 2), lambda client: client.abort("r"),
@@ -65,6 +66,44 @@ def test_closing_ends_what_another_thread_reads(server: tuple[str, Scripted]) ->
         assert is_reading.wait(5)
         client.close()
         assert isinstance(reading.exception(timeout=10), ClientClosed)
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set as soon as a client waits for a router, for much longer than this test may take."""
+    is_waiting = threading.Event()
+
+    def wait_s(self: ResumableStream) -> float:
+        is_waiting.set()
+        return 60.0
+
+    monkeypatch.setattr(ResumableStream, "_next_wait_s", wait_s)
+    return is_waiting
+
+
+def test_closing_ends_the_wait_for_a_router(server: tuple[str, Scripted], waits: threading.Event) -> None:
+    address, scripted = server
+    scripted.script = breaking
+    client = Client(address, resume_s=60.0)
+    with ThreadPoolExecutor(1) as thread:
+        reading = thread.submit(lambda: list(client.stream("hi")))
+        assert waits.wait(10)
+        client.close()
+        assert isinstance(reading.exception(timeout=10), ClientClosed)
+
+
+async def test_closing_ends_the_wait_of_a_task_for_a_router(
+    server: tuple[str, Scripted], waits: threading.Event
+) -> None:
+    address, scripted = server
+    scripted.script = breaking
+    client = AsyncClient(address, resume_s=60.0)
+    reading = asyncio.create_task(client.generate("hi"))
+    async with asyncio.timeout(10):
+        assert await asyncio.to_thread(waits.wait, 10)
+        await client.close()
+        with pytest.raises(ClientClosed):
+            await reading
 
 
 def test_closing_just_before_a_call_is_told_likewise(

@@ -243,6 +243,8 @@ def test_every_parameter_of_the_wire_can_be_given() -> None:
         (CHAT, {"add_generation_prompt": "no"}, "add_generation_prompt: must be True or False, is 'no'$"),
         (CHAT, {"continue_final_message": 1}, "continue_final_message: must be True or False, is 1$"),
         ("hi", {"continue_final_message": True}, "continue_final_message: only with messages"),
+        ("hi", {"tool_choice": "required"}, "tool_choice: only with messages"),
+        ([1, 2], {"parallel_tool_calls": False}, "parallel_tool_calls: only with messages"),
     ],
 )
 def test_what_the_wire_cannot_carry_is_named(prompt: object, sampling: dict[str, object], complaint: str) -> None:
