@@ -9,6 +9,7 @@ from router import generation_defaults
 from router.generation_defaults import check_override
 from router.queue import WORKER_WAIT_S
 from router.text.reasoning import NONE, PARSERS
+from router.text.template_kwargs import DEFAULT_KWARGS_HELP, check_default_kwargs
 from router.text.tool_formats import AUTO, FORMATS
 from rpc.entrypoint import ServiceArgs
 from rpc.flag_numbers import number
@@ -58,6 +59,7 @@ class RouterArgs(ServiceArgs):
     chat_template: str = field(
         default="", metadata={"help": "File with a chat template (Jinja) to use instead of the model's own."}
     )
+    default_chat_template_kwargs: str = field(default="{}", metadata={"help": DEFAULT_KWARGS_HELP})
     tool_call_parser: str = field(
         default=AUTO,
         metadata={
@@ -107,6 +109,7 @@ class RouterArgs(ServiceArgs):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_override(self.override_generation_config)
+        check_default_kwargs(self.default_chat_template_kwargs)
         check_endpoint(self.otlp_traces_endpoint)
         check_keys("api_key", self.api_key)
         if not self.model:

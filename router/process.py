@@ -36,6 +36,7 @@ from router.retry_budget import RetryBudget
 from router.served_model import Texts
 from router.servicer import InferenceServicer
 from router.text.chat_template import ChatTemplate
+from router.text.template_kwargs import check_default_kwargs
 from router.text.tokenizer import Tokenizer
 from router.tokenizer_servicer import TokenizerServicer
 from router.worker_pool import WorkerPool
@@ -78,8 +79,11 @@ async def run_router(args: RouterArgs, policy: PolicyConfig, stop: asyncio.Event
 
 def load_texts(args: RouterArgs) -> Texts:
     """Load tokenizer, chat template and defaults from the model's folder. Raises `ValueError` naming what it lacks."""
-    given = args.chat_template
-    template = ChatTemplate.from_file(given, args.model) if given else ChatTemplate.from_folder(args.model)
+    variables = check_default_kwargs(args.default_chat_template_kwargs)
+    if args.chat_template:
+        template: ChatTemplate | None = ChatTemplate.from_file(args.chat_template, args.model, defaults=variables)
+    else:
+        template = ChatTemplate.from_folder(args.model, defaults=variables)
     defaults = GenerationDefaults.of(Path(args.model), args.generation_config, args.override_generation_config)
     info = ModelInfo.from_folder(args.model, served_model_name=args.served_model_name, defaults=defaults)
     return Texts(

@@ -99,6 +99,7 @@ class ClusterArgs:
     """JSON list of the origins whose pages may call over HTTP from a browser."""
     chat_template: str = ""
     """File with a chat template. Empty: the model's own."""
+    default_chat_template_kwargs: str = RouterArgs.default_chat_template_kwargs
     tool_call_parser: str = RouterArgs.tool_call_parser
     reasoning_parser: str = RouterArgs.reasoning_parser
     generation_config: str = RouterArgs.generation_config

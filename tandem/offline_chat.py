@@ -8,7 +8,8 @@ from typing import Any
 
 from protos import tandem_inference_pb2 as pb
 from router.model_info import ModelInfo
-from router.text.chat_template import GIVEN_NAMES, ChatTemplate
+from router.text.chat_template import ChatTemplate
+from router.text.template_kwargs import GIVEN_NAMES
 from router.text.tool_formats import AUTO
 from router.validation.prompt import check_end
 from router.validation.tools import check_messages, tools_of

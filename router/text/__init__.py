@@ -4,7 +4,7 @@
                                                      text ──reasoning──> thoughts │ content ──tool_calls──> calls
 
     one_template          what a chat template writes, and how it takes messages
-    template_environment  where chat templates run
+    template_environment  where chat templates run; template_kwargs: the variables that users give them
     harmony               answers made of messages (gpt-oss), in which thoughts and calls take turns
     thoughts, said        the words around thoughts; what a reader has found and not emitted yet
     tool_formats          which format of tool calls a chat template teaches

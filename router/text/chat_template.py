@@ -17,19 +17,12 @@ from typing import Any
 
 from router.text.calls.call_format import Tool
 from router.text.one_template import DEVELOPER, SYSTEM, OneTemplate, with_description, with_text_arguments
-from router.text.tokenizer import SPECIAL_TOKEN_NAMES, read_json, read_special_tokens
+from router.text.tokenizer import read_json, read_special_tokens
 
 MAX_OUTPUT_CHARS = 16 * 1024 * 1024
 """A template that writes more is stopped: some repeat their input, some loop."""
 LINE_FEED = "\n"
 """Joins the parts of a content, for templates that accept only a single text."""
-GIVEN_NAMES = frozenset(
-    {
-        "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "raise_exception",
-        "strftime_now", *SPECIAL_TOKEN_NAMES,
-    }
-)  # fmt: skip
-"""Variables that every template gets, that the model's folder sets, or that requests set by fields of their own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,8 +46,8 @@ class ChatMessage:
 
 
 class ChatTemplate:
-    """One compiled template. `variables`: what it may use besides the messages, the named special tokens.
-    `tool_source`: another template, for chats with tools.
+    """One compiled template. `variables`: what it may use besides the messages, the named special tokens. `defaults`:
+    further variables, if a chat gives no others. `tool_source`: another template, for chats with tools.
 
     Raises `ValueError` if `source` is not a Jinja template.
     """
@@ -65,11 +58,13 @@ class ChatTemplate:
         *,
         tool_source: str | None = None,
         variables: Mapping[str, str] | None = None,
+        defaults: Mapping[str, Any] = MappingProxyType({}),
         max_output_chars: int = MAX_OUTPUT_CHARS,
     ) -> None:
         self.source = source
         self.tool_source = source if tool_source is None else tool_source
         """Source of the template for chats with tools."""
+        self._defaults = defaults
         own = dict(variables or {})
         self._template = OneTemplate(source, own, max_output_chars)
         self._tool_template = self._template
@@ -77,7 +72,9 @@ class ChatTemplate:
             self._tool_template = OneTemplate(tool_source, own, max_output_chars)
 
     @classmethod
-    def from_folder(cls, folder: str | Path) -> ChatTemplate | None:
+    def from_folder(
+        cls, folder: str | Path, *, defaults: Mapping[str, Any] = MappingProxyType({})
+    ) -> ChatTemplate | None:
         """The template of a model folder; None if it has none.
 
         Read from chat_template.jinja, else from `chat_template` in tokenizer_config.json, or in chat_template.json,
@@ -103,17 +100,19 @@ class ChatTemplate:
             return None
         if not isinstance(source, str):
             raise ValueError(f"chat_template in {folder} must be a string or a list of named ones, is {type(source)}")
-        return cls(source, tool_source=tool_source, variables=read_special_tokens(folder))
+        return cls(source, tool_source=tool_source, variables=read_special_tokens(folder), defaults=defaults)
 
     @classmethod
-    def from_file(cls, path: str | Path, folder: str | Path) -> ChatTemplate:
+    def from_file(
+        cls, path: str | Path, folder: str | Path, *, defaults: Mapping[str, Any] = MappingProxyType({})
+    ) -> ChatTemplate:
         """The template in a file, with the special tokens of a model folder. Raises `ValueError`."""
         try:
             source = Path(path).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise ValueError(f"chat_template: {path} cannot be read: {error}") from error
         try:
-            return cls(source, variables=read_special_tokens(Path(folder)))
+            return cls(source, variables=read_special_tokens(Path(folder)), defaults=defaults)
         except ValueError as error:
             raise ValueError(f"chat_template: {path}: {error}") from error
 
@@ -156,6 +155,7 @@ class ChatTemplate:
         `max_output_chars`.
         """
         template = self._tool_template if tools else self._template
+        variables = {**self._defaults, **variables}
         shown = [message.to_template() for message in messages]
         if any(message["role"] == DEVELOPER for message in shown) and not template.knows_developers:
             shown = _with_developers_as_system(shown)

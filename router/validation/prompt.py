@@ -16,8 +16,9 @@ from typing import Any, TypeAlias
 
 from protos import tandem_inference_pb2 as pb
 from router.model_info import ModelInfo
-from router.text.chat_template import GIVEN_NAMES, ChatMessage, ChatTemplate
+from router.text.chat_template import ChatMessage, ChatTemplate
 from router.text.reasoning import opened_by
+from router.text.template_kwargs import GIVEN_NAMES
 from router.text.tokenizer import Tokenizer, TooManyTokens
 from router.validation.tools import NO_TOOLS, AskedTools, check_messages, check_tools, object_of
 from router.validation.violations import Violations, check_in_vocabulary

@@ -35,6 +35,7 @@ REDIS = "redis://:secret@r"
 TEXTS = {
     "allowed_origins": '["https://chat.example"]',
     "chat_template": __file__,
+    "default_chat_template_kwargs": '{"enable_thinking": false}',
     "generation_config": "vllm",
     "log_level": "debug",
     "lora_dir": "adapters",

@@ -21,13 +21,15 @@ from router.answer_messages import AnswerMessages
 from router.args import RouterArgs
 from router.asked_answer import AskedAnswer
 from router.prepared import PreparedRequest
+from router.process import load_texts
 from router.request_events import Emit
 from router.sequences import _as_one
 from router.served_model import Texts
 from router.text.calls.text_values import Schema
-from router.text.chat_template import GIVEN_NAMES, ChatMessage, ChatTemplate
+from router.text.chat_template import ChatMessage, ChatTemplate
 from router.text.detokenizer import IncrementalDetokenizer
 from router.text.reasoning import NO_REASONING, PARSERS, THINK, Reasoning, ReasoningParser, opened_by, reasoning_of
+from router.text.template_kwargs import GIVEN_NAMES, check_default_kwargs
 from router.text.tokenizer import Tokenizer
 from router.text.tool_calls import ToolCallParser
 from router.text.tool_formats import FORMATS
@@ -393,6 +395,45 @@ def test_variables_reach_the_template_and_no_other_request() -> None:
     assert template.render(prompt.messages, (), prompt.variables) == "dry"
     assert template.render(prompt.messages) == "none"
     assert not validate(generate_request(HI), MODEL).prompt.variables  # type: ignore[union-attr]
+
+
+def test_an_operators_variables_hold_unless_a_request_has_others(model_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "own").write_text("{{ enable_thinking }} {{ style }} {{ messages | length }}")
+    args = RouterArgs(
+        model=str(model_folder), chat_template=str(tmp_path / "own"),
+        default_chat_template_kwargs='{"enable_thinking": false, "style": "dry"}',
+    )  # fmt: skip
+    template = load_texts(args).chat_template
+    assert template is not None
+
+    def text_of(template_kwargs: str) -> str:
+        prompt = validate(chat_with(template_kwargs), MODEL).prompt
+        assert isinstance(prompt, ChatPrompt)
+        return template.render(prompt.messages, (), prompt.variables)
+
+    assert text_of("") == "False dry 1"
+    assert text_of('{"enable_thinking": true}') == "True dry 1"
+    assert text_of('{"style": null, "more": 1}') == "False None 1"
+    (tmp_path / "chat_template.jinja").write_text("{{ style }}")
+    own = ChatTemplate.from_folder(tmp_path, defaults={"style": "wet"})
+    assert own is not None
+    assert own.render([]) == "wet"
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("{", "must be a JSON object, is '{': "),
+        ("[1]", r"must be a JSON object, is '\[1\]'$"),
+        ('{"messages": []}', "must not set messages: the server sets it"),
+        ("[" * 60_000, "must be a JSON object, is "),
+    ],
+)
+def test_an_operators_variables_are_checked_at_the_door(given: str, why: str) -> None:
+    with pytest.raises(ValueError, match=f"^default_chat_template_kwargs {why}"):
+        check_default_kwargs(given)
+    with pytest.raises(ValueError, match=f"^default_chat_template_kwargs {why}"):
+        RouterArgs(model="x", default_chat_template_kwargs=given)
 
 
 def test_variables_are_counted_in_the_bytes_of_their_characters() -> None:
