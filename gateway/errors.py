@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from gateway.asked import MAX_CHARS_OF_TYPO
+from gateway.routes_of_vllm import INSTEAD
 from gateway.streams import Leaving
 from gateway.wording import in_our_words
 from rpc.errors import (
@@ -173,6 +174,8 @@ def refusal_of_route(error: HTTPException, method: str, path: str, paths: Sequen
     said = f"{error.detail}: {method} {path:.200}"
     if allowed := (error.headers or {}).get("Allow"):
         said += f"; use {allowed}"
+    elif instead := INSTEAD.get(path.rstrip("/")):
+        said += f"; {instead}"
     elif len(path) <= MAX_CHARS_OF_TYPO and (close := get_close_matches(path, paths, n=1, cutoff=0.75)):
         said += f"; did you mean {close[0]}?"
     return Refusal(Kind(error.status_code, NO_ROUTE.type, NO_ROUTE.code), said)

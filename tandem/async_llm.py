@@ -23,7 +23,7 @@ from dataclasses import fields
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from engine.async_llm_engine import AsyncLLMEngine, EngineDeadError
 from engine.engine_args import EngineArgs
@@ -35,6 +35,7 @@ from tandem.offline_answer import OfflineRequest, RequestOutput
 from tandem.offline_inputs import OfflineInputs
 from tandem.prompts import Prompt
 from tandem.sampling_params import RequestOutputKind, SamplingParams
+from tandem.vllm_settings import no_such_method
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,6 +73,11 @@ class AsyncLLM:
         self._loras = AsyncLoRAs(self.engine, config.lora_modules) if config.lora_room.num else None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._names = count()
+
+    if not TYPE_CHECKING:  # else any name would seem to be an attribute
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise no_such_method("AsyncLLM", name)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -40,6 +40,7 @@ from tandem.offline_thinking import thinking_budget_of_chat
 from tandem.prompts import Prompt, ReadPrompt, TextPrompt, TokensPrompt, named_prompts
 from tandem.sampling_params import BeamSearchParams, SamplingParams
 from tandem.structured_outputs import StructuredOutputsParams
+from tandem.vllm_settings import no_such_method
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -84,6 +85,11 @@ class LLM:
         """Why this LLM cannot generate any more. A text, since an error would keep this LLM, and its device memory,
         alive."""
         self._lost_as: type[RuntimeError] = RuntimeError
+
+    if not TYPE_CHECKING:  # else any name would seem to be an attribute
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise no_such_method("LLM", name)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters of the model's generation_config.json, or of `generation_config` and

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from router.text.structured_outputs import grammar_of, texts_in
 from router.text.tokenizer import Tokenizer
 from tandem.lora_request import LoRARequest
 from tandem.prompts import ReadPrompt
+from tandem.request_stats import RequestStateStats
 from tandem.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ class Logprob:
     """Its text by itself; U+FFFD for a part of a character."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class CompletionOutput:
     """One answer."""
 
@@ -58,7 +60,7 @@ class CompletionOutput:
         return bool(self.finish_reason)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RequestOutput:
     """One prompt and its answers."""
 
@@ -74,6 +76,7 @@ class RequestOutput:
     """For each of the prompt's tokens, as `CompletionOutput.logprobs`; None for the first token. None: not requested,
     or contained in an earlier delta."""
     lora_request: LoRARequest | None = None
+    metrics: RequestStateStats | None = None
 
 
 class OfflineRequest:
@@ -94,8 +97,10 @@ class OfflineRequest:
         self.prompt = prompt
         drawn = drawn_seed()
         names = names_at_workers(name or request_id, params.n)
+        self._stats = RequestStateStats(arrival_time=time.time(), queued_ts=time.monotonic())
         self.answers = [
-            OfflineAnswer(name, index, prompt, params, drawn, lora_name, tokenizer) for index, name in enumerate(names)
+            OfflineAnswer(name, index, prompt, params, drawn, lora_name, tokenizer, self._stats)
+            for index, name in enumerate(names)
         ]
         self.answers[0].others = self.answers[1:]
         self._has_told_prompt = False
@@ -134,6 +139,7 @@ class OfflineRequest:
             num_cached_tokens=self.answers[0].num_cached_tokens,
             prompt_logprobs=prompt_logprobs,
             lora_request=self.answers[0].lora_request,
+            metrics=replace(self._stats),
         )
 
 
@@ -149,8 +155,10 @@ class OfflineAnswer:
         drawn_seed: int,
         lora_name: str,
         tokenizer: Tokenizer,
+        stats: RequestStateStats,
     ) -> None:
-        """`name`: the engine's name for the answer."""
+        """`name`: the engine's name for the answer. `stats`: those of its request, with other answers."""
+        self._stats = stats
         self.lora_name, self.lora_digest = lora_name, ""
         self.lora_request = LoRARequest(lora_name) if lora_name else None
         self.name = name
@@ -225,6 +233,7 @@ class OfflineAnswer:
         self._text += delta.text
         num_tokens = len(output.token_ids) if delta.stop is None else delta.num_tokens
         self.token_ids += output.token_ids[:num_tokens]
+        self._stats.note_tokens(num_tokens, time.monotonic())
         if self._logprobs is not None:
             told = (output.logprobs or [])[:num_tokens]
             self._logprobs += map(self._by_token_id, told)

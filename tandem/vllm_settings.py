@@ -97,6 +97,31 @@ FLAGS: Mapping[str, str] = {
 """Further flags of vLLM, with what to use instead."""
 
 
+_GENERATES = "only models that generate text are supported"
+_SLEEP = "there is no sleep mode; delete the LLM to free its memory"
+METHODS: Mapping[str, str] = {
+    **dict.fromkeys(("embed", "encode", "classify", "score", "reward"), _GENERATES),
+    **dict.fromkeys(("sleep", "wake_up"), _SLEEP),
+    **dict.fromkeys(("start_profile", "stop_profile"), "use tandem profile to profile a worker"),
+    **dict.fromkeys(("collective_rpc", "apply_model"), "the model is not for code from outside"),
+    **dict.fromkeys(("init_weight_transfer_engine", "update_weights"), "create another LLM with the new weights"),
+    **dict.fromkeys(("add_lora", "remove_lora", "list_loras", "pin_lora"), "generate loads its lora_request"),
+    **dict.fromkeys(("pause_generation", "resume_generation", "is_paused"), "let the program's own tasks wait"),
+    "enqueue": "use AsyncLLM, whose generate takes requests at any time",
+    "wait_for_completion": "use AsyncLLM, whose generate takes requests at any time",
+    "render_chat": "use get_tokenizer().apply_chat_template",
+    "preprocess_chat": "use get_tokenizer().apply_chat_template",
+    "set_tokenizer": "the tokenizer in the model's folder is always used",
+}
+"""Methods of vLLM's `LLM` and `AsyncLLM` that do not exist here, with what to do instead, or why there is nothing."""
+
+
+def no_such_method(caller: str, name: str) -> AttributeError:
+    """The error for an attribute that `caller`, a class, does not have."""
+    hint = f": {METHODS[name]}" if name in METHODS else ""
+    return AttributeError(f"{caller!r} object has no attribute {name!r}{hint}")
+
+
 def with_room_for_loras(settings: Mapping[str, Any]) -> dict[str, Any]:
     """As in vLLM, `enable_lora` leaves room for one adapter, which requests bring along, if `max_loras` says nothing
     else. With `lora_modules` there is one already."""

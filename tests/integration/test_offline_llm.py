@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import shutil
+import time
 from array import array
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,10 +22,11 @@ from engine.outputs import FinishReason, TokenLogprobs
 from engine.outputs import Logprob as StepLogprob
 from engine.outputs import RequestOutput as StepOutput
 from router.text.tokenizer import Tokenizer
-from tandem import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams, TextPrompt, TokensPrompt
+from tandem import LLM, AsyncLLM, BeamSearchParams, SamplingParams, StructuredOutputsParams, TextPrompt, TokensPrompt
 from tandem.metrics import Counter
 from tandem.offline_answer import OfflineRequest
 from tandem.prompts import ReadPrompt
+from tandem.vllm_settings import METHODS
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
@@ -305,6 +307,31 @@ def test_what_is_cached_of_prompts_may_be_forgotten(llm: LLM) -> None:
 def test_an_answer_ends_with_the_context(llm: LLM) -> None:
     (output,) = llm.generate([list(range(1000, 2020))], SamplingParams(temperature=0, max_tokens=50, ignore_eos=True))
     assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (4, "length")
+
+
+def test_outputs_say_when_their_tokens_came_and_may_be_changed(llm: LLM) -> None:
+    before_s, before = time.time(), time.monotonic()
+    first, second = llm.generate(["Once upon a time", "A"], [SamplingParams(max_tokens=6, n=2, seed=1), GREEDY])
+    after = time.monotonic()
+    assert first.metrics is not None
+    assert first.metrics.num_generation_tokens == sum(len(each.token_ids) for each in first.outputs) == 12
+    assert before_s - 1 < first.metrics.arrival_time < before_s + (after - before) + 1
+    stamps = [before, first.metrics.queued_ts, first.metrics.first_token_ts, first.metrics.last_token_ts, after]
+    assert stamps == sorted(stamps)
+    assert len(set(stamps)) == 5
+    assert first.metrics.first_token_latency == first.metrics.first_token_ts - first.metrics.queued_ts
+    assert second.metrics is not None
+    assert second.metrics.num_generation_tokens == len(second.outputs[0].token_ids)
+    second.outputs[0].text = second.outputs[0].text.strip()  # vLLM's users do this
+
+
+def test_vllms_methods_that_are_not_here_say_what_is(llm: LLM) -> None:
+    for name, hint in (("embed", "generate text"), ("sleep", "delete the LLM"), ("collective_rpc", "not for code")):
+        with pytest.raises(AttributeError, match=f"^'LLM' object has no attribute '{name}': .*{hint}"):
+            getattr(llm, name)
+    with pytest.raises(AttributeError, match=r"^'LLM' object has no attribute 'generat'$"):
+        llm.generat  # type: ignore[attr-defined]  # noqa: B018
+    assert not {name for name in METHODS if hasattr(LLM, name) or hasattr(AsyncLLM, name)}
 
 
 def test_an_answer_without_a_next_token_says_why(llm: LLM, model_folder: Path, tmp_path: Path) -> None:
