@@ -11,7 +11,7 @@ dashboards only need to change the prefix. Observed on the event loop: a few mic
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
@@ -33,6 +33,7 @@ INTER_TOKEN_SECONDS = (
     0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
 )
 # fmt: on
+NUM_ANSWERS = (1, 2, 5, 10, 20)
 TRANSFER_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 
@@ -61,11 +62,17 @@ class RouterMetrics:
         self._queue = self._histogram("request_queue_time_seconds", "Until a worker had room.", REQUEST_SECONDS)
         self._prefill = self._histogram("request_prefill_time_seconds", "Then to the first token.", REQUEST_SECONDS)
         self._decode = self._histogram("request_decode_time_seconds", "After the first token.", REQUEST_SECONDS)
+        self._inference = self._histogram("request_inference_time_seconds", "Both together.", REQUEST_SECONDS)
         self._exposed = self._histogram(
             "request_transfer_time_seconds", "Of KV transfers, what computation did not hide.", TRANSFER_SECONDS
         )
         self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request.", tokens)
         self._generated = self._histogram("request_generation_tokens", "Tokens of an answer.", tokens)
+        self._longest = self._histogram(
+            "request_max_num_generation_tokens", "Tokens of the longest answer to a request.", tokens
+        )
+        self._n = self._histogram("request_params_n", "Answers asked for (n).", NUM_ANSWERS)
+        self._max_tokens = self._histogram("request_params_max_tokens", "max_tokens, if it was asked for.", tokens)
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of answered requests.")
         self._cached_tokens = self._counter("prompt_tokens_cached", "Of these, found in a prefix cache.")
         self._generation_tokens = self._counter("generation_tokens", "Tokens sent to clients.")
@@ -106,8 +113,21 @@ class RouterMetrics:
         """This router accepted an answer that another router had begun and lost."""
         self._resumptions.inc()
 
-    def answered(self, last: pb.GenerateResponse) -> None:
-        """A request, or one of several answers to it, has ended without an error; `last` is its last message."""
+    def asked(self, params: pb.SamplingParams) -> None:
+        """A request that was accepted has ended. `params`: as the client gave them."""
+        self._n.observe(params.n or 1)
+        if params.HasField("max_tokens"):
+            self._max_tokens.observe(params.max_tokens)
+
+    def all_answered(self, lasts: Sequence[pb.GenerateResponse]) -> None:
+        """A request has ended without an error; `lasts` are the last messages of its answers."""
+        for last in lasts:
+            self._answered(last)
+        served = [last.usage.completion_tokens for last in lasts if last.timings.mode != pb.MODE_UNSPECIFIED]
+        if served:
+            self._longest.observe(max(served))
+
+    def _answered(self, last: pb.GenerateResponse) -> None:
         usage, timings = last.usage, last.timings
         is_served = timings.mode != pb.MODE_UNSPECIFIED
         # An answer that no worker served here was complete already, and the router that sent its tokens has counted it;
@@ -124,7 +144,9 @@ class RouterMetrics:
         self._e2e.observe(timings.total_ms / 1000)
         self._queue.observe(timings.queue_ms / 1000)
         self._prefill.observe(timings.prefill_ms / 1000)
-        self._decode.observe((timings.transfer_ms + timings.decode_ms) / 1000)
+        decode_ms = timings.transfer_ms + timings.decode_ms
+        self._decode.observe(decode_ms / 1000)
+        self._inference.observe((timings.prefill_ms + decode_ms) / 1000)
         if timings.mode == pb.MODE_DISAGGREGATED:
             self._exposed.observe(timings.transfer_ms / 1000)
         if usage.completion_tokens > 1:

@@ -126,11 +126,11 @@ class Outcome:
 
     def count(self, metrics: RouterMetrics) -> None:
         """Count each answer separately, as vLLM does."""
+        metrics.asked(self.request.sampling_params)
         if self.error is not None:
             metrics.failed(reason_of(self.error))
         elif self.is_complete:
-            for last in self.lasts:
-                metrics.answered(last)
+            metrics.all_answered(self.lasts)
         else:
             metrics.failed("cancelled")
 

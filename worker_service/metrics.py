@@ -6,7 +6,7 @@ requests and their latencies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -38,14 +38,17 @@ class WorkerMetrics(Collector):
         block_bytes: int,
         counters: Callable[[], TransferCounters],
         num_sessions: Callable[[], int],
+        cache_config: Mapping[str, str],
     ) -> None:
-        """`stats`: written by the stepping thread; reading numbers needs no lock. block_bytes: of all layers."""
+        """`stats`: written by the stepping thread; reading numbers needs no lock. `block_bytes`: of all layers.
+        `cache_config`: the KV pool's settings, by vLLM's names."""
         self._labels = labels
         self._load = load
         self._stats = stats
         self._block_bytes = block_bytes
         self._counters = counters
         self._num_sessions = num_sessions
+        self._cache_config = cache_config
         self.registry = CollectorRegistry()
         self._iteration_tokens = self._histogram(
             "iteration_tokens_total", "Tokens computed in one step of the engine.", ITERATION_TOKENS
@@ -87,6 +90,11 @@ class WorkerMetrics(Collector):
         yield self._gauge(
             "kv_cache_usage_perc", "Fraction of KV blocks in use, 0 to 1.", num_used / max(1, blocks.num_blocks)
         )
+        info = GaugeMetricFamily(
+            "tandem:cache_config_info", "Settings of the KV pool, as labels.", labels=[*LABELS, *self._cache_config]
+        )
+        info.add_metric([*self._labels, *self._cache_config.values()], 1)
+        yield info
         owned = GaugeMetricFamily("tandem:kv_blocks", "KV blocks by owner.", labels=[*LABELS, "owner"])
         for owner in ("free", "cached", "sequence", "grant", "held"):
             owned.add_metric([*self._labels, owner], getattr(blocks, f"num_{owner}"))

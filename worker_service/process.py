@@ -243,9 +243,21 @@ class WorkerProcess:
             block_bytes=self.engine.kv_shape.all_layers_bytes,
             counters=lambda: self.service.counters,
             num_sessions=lambda: self.host.num_sessions,
+            cache_config=self._cache_config(),
         )
         tell_of_process(self._metrics.registry)
         self._metrics_server = show_metrics(self._metrics.registry, self._args.metrics_listen)
+
+    def _cache_config(self) -> dict[str, str]:
+        """The KV pool's settings, by vLLM's names."""
+        cache = self._config.cache
+        return {
+            "block_size": str(cache.block_size),
+            "cache_dtype": cache.kv_dtype,
+            "enable_prefix_caching": str(cache.enable_prefix_caching),
+            "gpu_memory_utilization": str(cache.gpu_memory_utilization),
+            "num_gpu_blocks": str(self.engine.kv_shape.num_blocks),
+        }
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new work, and wait at most `grace_s` seconds for running requests. Also ends when the engine fails."""

@@ -51,6 +51,7 @@ def worker_registry(load: pb.WorkerLoad | None = None, stats: SchedulerStats | N
         block_bytes=1000,
         counters=TransferCounters,
         num_sessions=lambda: 0,
+        cache_config={"block_size": "16", "num_gpu_blocks": "300"},
     ).registry
 
 
@@ -130,7 +131,7 @@ def test_a_request_that_is_aborted_while_it_waits_is_counted() -> None:
     metrics = RouterMetrics("m", 2048, good_ttft_ms=1000, good_tpot_ms=50)
     timings = inference_pb.Timings(queue_ms=5, total_ms=5)  # no worker has served it
     for reason in (inference_pb.FINISH_REASON_ABORT, inference_pb.FINISH_REASON_STOP):
-        metrics.answered(inference_pb.GenerateResponse(finish_reason=reason, timings=timings))
+        metrics.all_answered([inference_pb.GenerateResponse(finish_reason=reason, timings=timings)])
     shown = {
         sample.labels["finished_reason"]: sample.value
         for family in metrics.registry.collect()
@@ -139,6 +140,37 @@ def test_a_request_that_is_aborted_while_it_waits_is_counted() -> None:
     }
     assert shown == {"abort": 1, "stop": 0, "length": 0}, "one that was complete is counted where it was computed"
     assert metrics.registry.get_sample_value("tandem:e2e_request_latency_seconds_count", {"model_name": "m"}) == 0
+
+
+def test_what_was_asked_for_and_the_longest_answer_to_it() -> None:
+    metrics = RouterMetrics("m", 2048, good_ttft_ms=1000, good_tpot_ms=50)
+    stop, timings = inference_pb.FINISH_REASON_STOP, inference_pb.Timings(
+        mode=inference_pb.MODE_LOCAL, prefill_ms=100, transfer_ms=50, decode_ms=850
+    )  # fmt: skip
+    lasts = [
+        inference_pb.GenerateResponse(
+            finish_reason=stop, timings=timings, usage=inference_pb.Usage(completion_tokens=n)
+        )
+        for n in (7, 30)
+    ]
+    metrics.asked(inference_pb.SamplingParams(n=2, max_tokens=100))
+    metrics.all_answered(lasts)
+    metrics.asked(inference_pb.SamplingParams())
+
+    def shown(name: str) -> tuple[float | None, float | None]:
+        labels = {"model_name": "m"}
+        return tuple(metrics.registry.get_sample_value(f"tandem:{name}_{kind}", labels) for kind in ("count", "sum"))  # type: ignore[return-value]
+
+    assert shown("request_params_n") == (2, 3)
+    assert shown("request_params_max_tokens") == (1, 100), "of requests that say it"
+    assert shown("request_generation_tokens") == (2, 37)
+    assert shown("request_max_num_generation_tokens") == (1, 30)
+    assert shown("request_inference_time_seconds") == (2, pytest.approx(2.0))
+
+
+def test_a_worker_shows_the_settings_of_its_pool() -> None:
+    labels = {"model_name": "m", "worker_id": "decode-1", "role": "decode", "block_size": "16", "num_gpu_blocks": "300"}
+    assert worker_registry().get_sample_value("tandem:cache_config_info", labels) == 1
 
 
 def gauges_of(bench: Bench, *running: Lifecycle) -> RouterGauges:
