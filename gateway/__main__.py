@@ -14,7 +14,8 @@ import click
 
 from gateway.args import GatewayArgs
 from gateway.process import run_gateway
-from rpc.entrypoint import build, options_of, run_until_signal, setup_logging
+from rpc.entrypoint import build, options_of, run_until_signal
+from rpc.logs import write_logs
 
 starting.after_imports()
 
@@ -31,7 +32,7 @@ def main(**flags: Any) -> None:
     Example: python -m gateway --router 127.0.0.1:50051 --listen 0.0.0.0:8000
     """
     args = build(GatewayArgs, flags)
-    setup_logging(args.log_level, "gateway")
+    write_logs(args.log_level, args.log_format, "gateway")
 
     async def serve(stop: asyncio.Event) -> int:
         return await run_gateway(args, stop)

@@ -6,10 +6,10 @@ import json
 import re
 from dataclasses import dataclass, field
 
-from rpc.entrypoint import LOG_LEVELS
 from rpc.flag_numbers import check_numbers, number
 from rpc.flag_texts import check_address, check_choice
 from rpc.keys import check_keys, first_key
+from rpc.logs import FORMAT_HELP, FORMATS, LEVEL_HELP, LEVELS
 from rpc.otlp_endpoint import ENDPOINT_HELP, check_endpoint
 from rpc.targets import check_target
 from rpc.tls import SslArgs
@@ -81,7 +81,8 @@ class GatewayArgs(SslArgs):
         },
     )
     otlp_traces_endpoint: str = field(default="", metadata={"help": ENDPOINT_HELP})
-    log_level: str = field(default="info", metadata={"help": f"Log level: {', '.join(LOG_LEVELS)}."})
+    log_level: str = field(default="info", metadata={"help": LEVEL_HELP})
+    log_format: str = field(default=FORMATS[0], metadata={"help": FORMAT_HELP})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -97,7 +98,8 @@ class GatewayArgs(SslArgs):
                 'allowed_origins must be a JSON list of origins such as "https://chat.example" or '
                 f'"http://localhost:3000" (no path, no last slash), or ["*"], is {self.allowed_origins}'
             )
-        check_choice("log_level", self.log_level, LOG_LEVELS)
+        check_choice("log_level", self.log_level, LEVELS)
+        check_choice("log_format", self.log_format, FORMATS)
 
     def _check_routers(self) -> None:
         if not all(self.router) or not self.router:

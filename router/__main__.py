@@ -15,7 +15,8 @@ import click
 from router.args import RouterArgs
 from router.policy import PolicyConfig
 from router.process import run_router
-from rpc.entrypoint import build, options_of, run_until_signal, setup_logging
+from rpc.entrypoint import build, options_of, run_until_signal
+from rpc.logs import write_logs
 
 starting.after_imports()
 
@@ -33,7 +34,7 @@ def main(**flags: Any) -> None:
     """
     args = build(RouterArgs, flags)
     policy = build(PolicyConfig, flags)
-    setup_logging(args.log_level, "router")
+    write_logs(args.log_level, args.log_format, "router")
 
     async def serve(stop: asyncio.Event) -> int:
         return await run_router(args, policy, stop)

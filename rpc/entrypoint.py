@@ -1,5 +1,4 @@
-"""The common code of every service's `__main__`: flags from dataclasses, logging, signals, the line that says it
-listens.
+"""The common code of every service's `__main__`: flags from dataclasses, signals, the line that says it listens.
 
 Only entry points read the environment and the command line, and they do it here.
 
@@ -14,13 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import logging
 import os
 import re
 import signal
 import sys
-import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from fractions import Fraction
 from types import FrameType
@@ -31,6 +28,7 @@ import click
 
 from rpc.flag_numbers import check_numbers
 from rpc.flag_texts import check_address, check_choice
+from rpc.logs import FORMAT_HELP, FORMATS, LEVEL_HELP, LEVELS
 from rpc.server import CannotListen
 from rpc.tls import SslArgs
 
@@ -38,7 +36,6 @@ T = TypeVar("T")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _TEXTS = tuple[str, ...]
-LOG_LEVELS = ("debug", "info", "warning", "error")
 logger = logging.getLogger(__name__)
 
 
@@ -57,7 +54,8 @@ class ServiceArgs(SslArgs):
         default="tandem",
         metadata={"help": "Prefix of all Redis keys. Clusters that share one Redis must have different ones."},
     )
-    log_level: str = dataclasses.field(default="info", metadata={"help": f"Log level: {', '.join(LOG_LEVELS)}."})
+    log_level: str = dataclasses.field(default="info", metadata={"help": LEVEL_HELP})
+    log_format: str = dataclasses.field(default=FORMATS[0], metadata={"help": FORMAT_HELP})
     metrics_listen: str = dataclasses.field(
         default="",
         metadata={"help": "HOST:PORT to serve Prometheus metrics on, over HTTP. Default: metrics are not served."},
@@ -82,7 +80,8 @@ class ServiceArgs(SslArgs):
             raise ValueError(
                 f"namespace must be 1 to 64 letters, digits, dots, dashes or underscores, is {self.namespace!r}"
             )
-        check_choice("log_level", self.log_level, LOG_LEVELS)
+        check_choice("log_level", self.log_level, LEVELS)
+        check_choice("log_format", self.log_format, FORMATS)
 
 
 class Several(click.Option):
@@ -203,40 +202,6 @@ def with_flags(sentence: str, field_names: Collection[str]) -> str:
         return _flag(match[0]) if match[0] in field_names else match[0]
 
     return re.sub(r"(?<![\w'\"/.-])\w+_\w+(?![\w'\"/-]|\.\w)", flag_or_word, sentence)
-
-
-_RECORD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-
-
-class LineFormatter(logging.Formatter):
-    """`time LEVEL service message key=value`: always one line per record. Keys come from `extra`."""
-
-    def __init__(self, service: str) -> None:
-        super().__init__()
-        self._service = service
-
-    def format(self, record: logging.LogRecord) -> str:
-        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        parts = [f"{seconds}.{int(record.msecs):03d}Z", record.levelname, self._service, record.getMessage()]
-        extra = {key: value for key, value in vars(record).items() if key not in _RECORD_ATTRIBUTES}
-        parts.extend(f"{key}={_quoted(value)}" for key, value in extra.items())
-        if record.exc_info:
-            parts.append(f"traceback={json.dumps(self.formatException(record.exc_info), ensure_ascii=False)}")
-        return " ".join(parts).replace("\r", "\\r").replace("\n", "\\n")
-
-
-def _quoted(value: object) -> str:
-    text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    return text if re.fullmatch(r"[^\s\"=]+", text) else json.dumps(text, ensure_ascii=False)
-
-
-def setup_logging(level: str, service: str) -> None:
-    """Send all records of at least `level` (of LOG_LEVELS) to stderr, as `LineFormatter` writes them."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LineFormatter(service))
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    if level != "debug":
-        logging.getLogger("asyncio").setLevel(logging.WARNING)
 
 
 def announce(address: str, way: str = "grpc") -> None:

@@ -78,8 +78,8 @@ class ClusterError(Exception):
 
 
 def print_log_line(name: str, line: str) -> None:
-    """Print a child's line to stderr, behind its name."""
-    tell(f"{name:<10} | {line}")
+    """Print a child's line to stderr, behind its name; a JSON object has it as "process" instead."""
+    tell(f'{{"process": "{name}", {line[1:]}' if line.startswith('{"') else f"{name:<10} | {line}")
 
 
 def print_progress(event: ProcessEvent) -> None:

@@ -91,6 +91,7 @@ class ClusterArgs:
     """Empty: the cluster starts its own Redis."""
     namespace: str = "tandem"
     log_level: str = "info"
+    log_format: str = RouterArgs.log_format
     drain_grace_s: float = 30.0
     """How long running streams may go on after `stop`."""
     api_key: tuple[str, ...] = field(default=(), repr=False)

@@ -13,7 +13,8 @@ from engine.engine_args import EngineArgs
 from protos import tandem_worker_pb2 as pb
 from registry.workers import role_name
 from rpc import failpoints
-from rpc.entrypoint import build, options_of, run_until_signal, setup_logging
+from rpc.entrypoint import build, options_of, run_until_signal
+from rpc.logs import write_logs
 from worker_service.args import WorkerArgs
 from worker_service.process import run_worker
 from worker_service.role import MakeService
@@ -34,7 +35,7 @@ def worker_command(role: pb.Role, make_service: MakeService) -> click.Command:
     def main(**flags: Any) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else torch's profiler logs to stderr when it starts and stops
         args, engine_args = build(WorkerArgs, flags), build(EngineArgs, flags)
-        setup_logging(args.log_level, args.worker_id or name)
+        write_logs(args.log_level, args.log_format, args.worker_id or name)
         failpoints.arm(args.failpoints)
 
         async def serve(stop: asyncio.Event) -> int:

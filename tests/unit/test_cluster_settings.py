@@ -37,6 +37,7 @@ TEXTS = {
     "chat_template": __file__,
     "default_chat_template_kwargs": '{"enable_thinking": false}',
     "generation_config": "vllm",
+    "log_format": "json",
     "log_level": "debug",
     "lora_dir": "adapters",
     "namespace": "other",

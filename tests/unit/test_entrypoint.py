@@ -20,7 +20,6 @@ from click.testing import CliRunner, Result
 
 from engine.engine_args import EngineArgs
 from rpc.entrypoint import (
-    LineFormatter,
     ServiceArgs,
     build,
     options_of,
@@ -28,6 +27,7 @@ from rpc.entrypoint import (
     stop_signals,
     with_flags,
 )
+from rpc.logs import JsonFormatter, LineFormatter
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,6 +73,7 @@ def test_defaults_flags_and_environment() -> None:
         "redis": "redis://127.0.0.1:6379/0",
         "namespace": "tandem",
         "log_level": "info",
+        "log_format": "text",
         "metrics_listen": "",
         "ssl_certfile": "",
         "ssl_keyfile": "",
@@ -201,6 +202,31 @@ def test_log_line() -> None:
     line = LineFormatter("router").format(record)
     assert "\n" not in line
     assert "KeyError" in line
+
+
+def test_a_record_as_json() -> None:
+    """One object in one line, with values of their own types; what a record is called by cannot be overwritten."""
+    record = logging.makeLogRecord(
+        {"name": "router.queue", "levelname": "WARNING", "levelno": 30, "msg": "full %s", "args": ("now\nthen",),
+         "created": 0.25, "msecs": 250}
+    )  # fmt: skip
+    given = {"request_id": "é", "total_ms": 1234.56789, "num": 3, "is_last": True, "nan": float("nan"), "of": ["a"],
+             "none": None, "level": "mine"}  # fmt: skip
+    vars(record).update(given)
+    line = JsonFormatter("router-1").format(record)
+    assert "\n" not in line
+    assert json.loads(line) == {
+        "time": "1970-01-01T00:00:00.250Z", "level": "warning", "service": "router-1", "logger": "router.queue",
+        "message": "full now\nthen", "request_id": "é", "total_ms": 1234.57, "num": 3, "is_last": True, "nan": "nan",
+        "of": "['a']", "none": None,
+    }  # fmt: skip
+    try:
+        raise KeyError("k")
+    except KeyError:
+        record.exc_info = sys.exc_info()
+    line = JsonFormatter("router").format(record)
+    assert "\n" not in line
+    assert json.loads(line)["traceback"].endswith("KeyError: 'k'")
 
 
 def test_afterwards_signals_do_what_they_did_before() -> None:
