@@ -54,7 +54,7 @@ async def run_gateway(
             metrics=metrics,
             is_alone=not args.reuse_port,
         )
-        metrics_server = show_metrics(metrics.registry, args.metrics_listen)
+        metrics_server = show_metrics(metrics.registry, args.metrics_listen, lambda: not stop.is_set())
         server = HttpServer(app, tls=args.server_tls())
         address = server.start(args.listen, flag="--listen (tandem up: --http-port)", reuse_port=args.reuse_port)
         announce(address)

@@ -160,7 +160,9 @@ class Router:
 
     async def start(self) -> None:
         await self._directory.start()
-        self._metrics_server = show_metrics(self._metrics.registry, self._metrics_listen)
+        self._metrics_server = show_metrics(
+            self._metrics.registry, self._metrics_listen, lambda: self._server.is_serving(INFERENCE_SERVICE)
+        )
         address = await self._server.start()
         self._server.set_serving(TOKENIZER_SERVICE, True)
         self._server.set_serving(CLUSTER_SERVICE, True)

@@ -44,6 +44,9 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             status = health_pb2.HealthCheckResponse
             self._set(service, status.SERVING if is_serving else status.NOT_SERVING)
 
+    def is_serving(self, service: str) -> bool:
+        return bool(self._statuses[service] == health_pb2.HealthCheckResponse.SERVING)
+
     def enter_drain(self) -> None:
         """Make every service NOT_SERVING permanently. Safe to repeat."""
         self._is_draining = True

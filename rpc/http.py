@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import httptools
@@ -218,11 +218,12 @@ class HttpServer:
         await self.wait_ended()
 
 
-def show_metrics(registry: CollectorRegistry, listen: str) -> HttpServer | None:
-    """Serve `registry` at `listen`, unless that is empty. The caller closes the server. Raises `CannotListen`."""
+def show_metrics(registry: CollectorRegistry, listen: str, is_ready: Callable[[], bool]) -> HttpServer | None:
+    """Serve `registry` at `listen`, unless that is empty, and whether the process `is_ready`. The caller closes the
+    server. Raises `CannotListen`."""
     if not listen:
         return None
-    server = HttpServer(metrics_app(registry))
+    server = HttpServer(metrics_app(registry, is_ready))
     address = server.start(listen, flag=METRICS_FLAG)
     _log.info("metrics", extra={"url": f"http://{address}/metrics"})
     return server
@@ -234,14 +235,22 @@ def tell_of_process(registry: CollectorRegistry) -> None:
     PlatformCollector(registry=registry)
 
 
-def metrics_app(registry: CollectorRegistry) -> Any:
+def metrics_app(registry: CollectorRegistry, is_ready: Callable[[], bool]) -> Any:
     """An ASGI application that serves `registry` as plain text, whatever path or format is requested.
 
     Formats that Prometheus prefers do not allow colons in names: tandem:workers would become tandem_workers.
+
+    Also /health, while the process lives, and /ready, for as long as it `is_ready`: the same as gRPC's health service,
+    for those who speak no gRPC, or not with this process' certificates, such as Kubernetes.
     """
     app = make_asgi_app(registry)
 
     async def plain_text(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["path"] in ("/health", "/ready"):
+            is_well = scope["path"] == "/health" or is_ready()
+            await send({"type": "http.response.start", "status": 200 if is_well else 503, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+            return
         headers = [(name, value) for name, value in scope["headers"] if name.lower() != b"accept"]
         await app({**scope, "headers": [*headers, (b"accept", b"text/plain;version=0.0.4")]}, receive, send)
 

@@ -95,6 +95,10 @@ class Server:
         """Set whether `service_name` is ready. Without effect once draining."""
         self._health.set_serving(service_name, is_serving)
 
+    def is_serving(self, service_name: str) -> bool:
+        """Whether `service_name` is ready."""
+        return self._health.is_serving(service_name)
+
     def enter_drain(self) -> None:
         """Set readiness to NOT_SERVING permanently; RPCs are still accepted. Safe to repeat."""
         self._health.enter_drain()

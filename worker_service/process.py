@@ -246,7 +246,9 @@ class WorkerProcess:
             cache_config=self._cache_config(),
         )
         tell_of_process(self._metrics.registry)
-        self._metrics_server = show_metrics(self._metrics.registry, self._args.metrics_listen)
+        self._metrics_server = show_metrics(
+            self._metrics.registry, self._args.metrics_listen, lambda: self.server.is_serving(SERVICE_NAME)
+        )
 
     def _cache_config(self) -> dict[str, str]:
         """The KV pool's settings, by vLLM's names."""

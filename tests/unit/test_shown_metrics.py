@@ -96,7 +96,7 @@ def test_an_llm_tells_what_a_worker_shows() -> None:
 async def test_names_keep_their_colons_whatever_is_accepted(
     registry: CollectorRegistry, name: str, accept: str
 ) -> None:
-    transport = httpx.ASGITransport(app=metrics_app(registry))
+    transport = httpx.ASGITransport(app=metrics_app(registry, lambda: True))
     async with httpx.AsyncClient(transport=transport, base_url="http://service") as http:
         response = await http.get("/metrics", headers={"Accept": accept})
     assert response.status_code == 200
@@ -104,6 +104,16 @@ async def test_names_keep_their_colons_whatever_is_accepted(
     assert f"\n{name}{{" in response.text
     assert "tandem_" not in response.text
     assert "_created" not in response.text, "when a count began, for each: twice as much to keep, and vLLM shows none"
+
+
+async def test_whether_a_process_lives_and_is_ready() -> None:
+    is_ready = False
+    app = metrics_app(router_registry(), lambda: is_ready)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://w") as http:
+        for is_ready, status in ((False, 503), (True, 200), (False, 503)):  # noqa: B007 - the lambda reads it
+            assert (await http.get("/ready")).status_code == status
+            assert (await http.get("/health")).status_code == 200
+        assert "tandem:" in (await http.get("/metrics")).text
 
 
 def test_what_is_offloaded_is_shown_where_something_is() -> None:
@@ -218,7 +228,7 @@ async def test_a_worker_that_is_started_again_is_shown_once_while_the_first_proc
 
 
 async def test_a_busy_port_is_said_with_the_flag_that_asked_for_it() -> None:
-    first, second = (HttpServer(metrics_app(router_registry())) for _ in range(2))
+    first, second = (HttpServer(metrics_app(router_registry(), lambda: True)) for _ in range(2))
     address = first.start("127.0.0.1:0", flag="--this")
     with pytest.raises(CannotListen, match=f"cannot listen on {address}: .* in use; take another port with --that"):
         second.start(address, flag="--that")
@@ -229,7 +239,7 @@ async def test_a_server_ends_when_it_is_told_and_not_at_the_next_look_at_its_clo
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("rpc.http.CLOCK_S", 3600.0)
-    server = HttpServer(metrics_app(router_registry()))
+    server = HttpServer(metrics_app(router_registry(), lambda: True))
     address = server.start("127.0.0.1:0", flag="--this")
     async with httpx.AsyncClient(base_url=f"http://{address}", trust_env=False, verify=False) as http:
         assert (await http.get("/metrics")).headers["date"]

@@ -43,11 +43,24 @@ def scrape(url: str) -> Samples:
     return samples
 
 
+def urls_of(cluster: RunningCluster) -> dict[str, str]:
+    """Where metrics are, by process: "router", "prefill-1", "decode-1"."""
+    return dict(re.findall(r"^(\S+) +\| .* metrics url=(\S+)$", cluster.log.read_text(), re.MULTILINE))
+
+
 def scrape_all(cluster: RunningCluster) -> dict[str, Samples]:
-    """By process: "router", "prefill-1", "decode-1", "gateway"."""
-    urls = dict(re.findall(r"^(\S+) +\| .* metrics url=(\S+)$", cluster.log.read_text(), re.MULTILINE))
-    urls["gateway"] = f"http://{cluster.http_address}/metrics"
+    """By process, among them "gateway"."""
+    urls = urls_of(cluster) | {"gateway": f"http://{cluster.http_address}/metrics"}
     return {name: scrape(url) for name, url in urls.items()}
+
+
+def test_probes_without_grpc(cluster: RunningCluster) -> None:
+    urls = urls_of(cluster)
+    assert urls.keys() == {"router", "prefill-1", "decode-1"}
+    for url in urls.values():
+        for path in ("health", "ready"):
+            with urllib.request.urlopen(url.removesuffix("metrics") + path, timeout=10) as response:
+                assert response.status == 200
 
 
 def total(samples: Samples, name: str, **labels: str) -> float:
