@@ -41,7 +41,7 @@ ANSWERED, REFUSED, TIMED_OUT = "answered", "refused", "timed out"
 NUM_CLIENTS = 8
 MAX_MODEL_LEN = 4096
 RECOVERY_S = 3.0
-"""Wait between the overload and the last phase, while admitted requests are still being answered."""
+"""Wait between the overload, whose last answer has come, and the last phase."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,12 +99,13 @@ class Load:
     async def open(self, rate: float, seconds: float) -> Phase:
         """Send `rate` requests per second on average, at random moments, regardless of their outcomes."""
         phase, at_s = Phase(seconds), time.monotonic()
-        end_s = at_s + seconds
+        start_s, end_s = at_s, at_s + seconds
         async with asyncio.TaskGroup() as group:
             while at_s < end_s:
                 await asyncio.sleep(max(0.0, at_s - time.monotonic()))
                 group.create_task(self._ask(phase))
                 at_s += self._dice.expovariate(rate)
+        phase.seconds = time.monotonic() - start_s  # with the last answers, which are counted, too
         return phase
 
     async def _ask(self, phase: Phase) -> str:

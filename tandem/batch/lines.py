@@ -52,23 +52,33 @@ def read_requests(path: Path) -> Iterator[BatchRequest]:
 
 
 def read_done(path: Path) -> tuple[set[str], int]:
-    """The ids in an output, and the size of its complete lines in bytes: a last line without a line end does not count.
-    Raises `BatchError` if a line is not one of an output: nothing may be appended to another file, or cut from it."""
+    """The ids in an output, and the size of its complete lines in bytes. A last line without a line end, which editors
+    may leave, counts if it is complete. Raises `BatchError` if a line is not one of an output: nothing may be appended
+    to another file, or cut from it."""
     done: set[str] = set()
     whole = 0
     for number, line in _lines(path):
-        if line.endswith(b"\n"):
+        custom_id: object = ""
+        if line.strip() and (line.endswith(b"\n") or _is_complete(line)):
             fields = _object(path, number, line)
             custom_id = fields.get("custom_id")
             is_ours = isinstance(custom_id, str) and "response" in fields
         else:
-            is_ours = line.startswith(_OUTPUT_BEGIN[: len(line)])
+            is_ours = not line.strip() or line.startswith(_OUTPUT_BEGIN[: len(line)])
         if not is_ours:
             raise BatchError(f"{path}:{number}: is not a line of a batch output: name another file with --output-file")
-        if line.endswith(b"\n"):
-            done.add(str(custom_id))
+        if custom_id or line.endswith(b"\n"):
+            done |= {str(custom_id)} if custom_id else set()
             whole += len(line)
     return done, whole
+
+
+def _is_complete(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def check_regular(path: Path) -> None:

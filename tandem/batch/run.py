@@ -135,6 +135,8 @@ async def answer_all(args: BatchArgs, progress: BatchProgress) -> None:
             progress.num_before += request.custom_id in done
         os.ftruncate(output, num_bytes)
         os.lseek(output, num_bytes, os.SEEK_SET)
+        if num_bytes and os.pread(output, 1, num_bytes - 1) != b"\n":
+            os.write(output, b"\n")
         if progress.num_left:
             open_client = _client_maker(args)
             await _refuse_if_away(open_client, args)

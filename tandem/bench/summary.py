@@ -161,14 +161,19 @@ def spread_of(values: Sequence[float], percentiles: Sequence[float]) -> Spread:
 
 
 def max_good_rate(summaries: Sequence[Summary]) -> float | None:
-    """A curve's goodput: the highest finite rate at which 99 % were good; 0 if none was.
+    """A curve's goodput: the highest finite rate at which 99 % were good, in all runs at that rate together; 0 if none
+    was.
 
     None without objectives, or if no finite rate was tried.
     """
-    tried = [(s.request_rate, s.good_share) for s in summaries if s.request_rate != float("inf")]
-    if all(share is None for _, share in tried):
+    tried = [summary for summary in summaries if summary.request_rate != float("inf")]
+    if all(summary.good_share is None for summary in tried):
         return None
-    return max((rate for rate, share in tried if (share or 0) >= GOOD_SHARE), default=0.0)
+    num_asked, num_good = Counter[float](), Counter[float]()
+    for summary in tried:
+        num_asked[summary.request_rate] += summary.num_prompts
+        num_good[summary.request_rate] += round((summary.good_share or 0) * summary.num_prompts)
+    return max((rate for rate, num in num_asked.items() if num and num_good[rate] >= GOOD_SHARE * num), default=0.0)
 
 
 def gaps_over_time(outcomes: Sequence[Outcome], num_buckets: int = 60) -> list[tuple[float, float, float]]:

@@ -70,6 +70,21 @@ def test_a_last_line_that_was_being_written_is_none(tmp_path: Path) -> None:
         assert read_done(path) == ({"1", "2"}, len(whole))
 
 
+def test_an_output_that_was_edited_by_hand_keeps_its_answers(server: Scripted, tmp_path: Path) -> None:
+    """Some editors leave no line end, and blank lines."""
+    write(tmp_path / "in", *(line_of(name) for name in "123"))
+    path = tmp_path / "out"
+    first, second = result_line("1", 200, "a", {"x": 1}), result_line("2", 200, "b", {})
+    path.write_bytes(first + b"\n" + second.rstrip(b"\n"))
+    assert read_done(path) == ({"1", "2"}, len(first) + len(second))
+    result = batch(server, tmp_path)
+    assert result.exit_code == 0, result.output
+    assert len(server.asked) == 1
+    kept, blank, also_kept, new = path.read_bytes().splitlines(keepends=True)
+    assert (kept, blank, also_kept) == (first, b"\n", second)
+    assert json.loads(new)["custom_id"] == "3"
+
+
 def test_a_file_that_is_something_else_is_left_alone(server: Scripted, tmp_path: Path) -> None:
     write(tmp_path / "in", line_of("1"))
     for text in ("a letter\n", '{"name": 1}\n', "[1]\n"):

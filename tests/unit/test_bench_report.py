@@ -145,6 +145,14 @@ def test_the_goodput_of_a_curve_is_its_highest_good_rate() -> None:
     assert max_good_rate([summary_of(all_good, float("inf"))]) is None  # no rate was tried
 
 
+def test_runs_at_one_rate_count_together() -> None:
+    """Otherwise the best of several rounds would be the goodput, by luck."""
+    all_good, most = [GOOD] * 100, [GOOD] * 98 + [SLOW] * 2
+    curve = [summary_of(all_good, 1), *(summary_of(of, 4) for of in (most, all_good))]
+    assert max_good_rate(curve) == 4, "198 of 200"
+    assert max_good_rate([*curve, summary_of(most, 4)]) == 1, "296 of 300"
+
+
 def test_gaps_over_time_are_where_they_ended() -> None:
     steady = answered(0.0, *(0.1 * n for n in range(1, 51)))
     stall = answered(0.0, 1.0, 4.0, 10.0)
