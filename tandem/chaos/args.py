@@ -9,12 +9,15 @@ from typing import Any
 from engine.engine_args import EngineArgs
 from engine.lora.modules import check_lora_folder, parse_lora_modules
 from router.policy import PolicyConfig
+from tandem.chaos.asked import DEADLINE_S
 from tandem.chaos.exchanged import adapters_in
 
 ENGINE: dict[str, Any] = {"num_kv_blocks": 256, "kv_offloading_size": 0.2, "max_model_len": 2048}
 """Default settings of the workers, with so few blocks that some KV must move to host memory and back."""
 POLICY: dict[str, Any] = {"learn_costs": False}
 """Default settings of the routers' choices, so that KV travels, which the faults are to break."""
+LEAST_DEADLINE_S = 20
+"""A request that hangs must be seen before its blocks are called a leak (`soak.REST_TIMEOUT_S`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +26,8 @@ class SoakArgs:
 
     seconds: float = 60.0
     seed: int = 1
+    deadline_s: float = DEADLINE_S
+    """Of each request."""
     num_prefill: int = 2
     num_decode: int = 2
     num_routers: int = 1
@@ -39,6 +44,8 @@ class SoakArgs:
     def __post_init__(self) -> None:
         if not 5 <= self.seconds <= 86_400:
             raise ValueError(f"--seconds must be in [5, 86400], is {self.seconds:g}")
+        if not LEAST_DEADLINE_S <= self.deadline_s <= 3600:
+            raise ValueError(f"--deadline-s must be in [{LEAST_DEADLINE_S}, 3600], is {self.deadline_s:g}")
         for flag, value in (("--prefill", self.num_prefill), ("--decode", self.num_decode)):
             if not 2 <= value <= 16:
                 raise ValueError(f"{flag} must be in [2, 16]: one fails, another goes on; is {value}")

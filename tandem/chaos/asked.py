@@ -13,7 +13,8 @@ from tandem.answer import Answer
 from tandem.requests import Prompt
 
 DEADLINE_S = 60.0
-"""The deadline of every request. A request that reaches it has hung, which must not happen."""
+"""The default deadline of requests. A request that reaches it has hung, which must not happen; or the machine is too
+slow for the load."""
 
 
 class Way(Enum):
@@ -77,6 +78,7 @@ class Asked:
     way: Way = Way.GRPC
     model: str = ""
     """An adapter. Empty: the model itself."""
+    deadline_s: float = DEADLINE_S
     answers: dict[int, Heard] = field(default_factory=dict)
     """Those of its `n` answers that have begun, by sequence."""
     ending: Ending | None = None
@@ -91,6 +93,8 @@ class Asked:
     the client."""
     began_s: float = field(default_factory=time.monotonic)
     ended_s: float = 0.0
+    heard_s: float = 0.0
+    """When something came last; 0: nothing has."""
 
     @property
     def request_id(self) -> str:
@@ -102,7 +106,8 @@ class Asked:
         return sum(len(heard.token_ids) for heard in self.answers.values())
 
     def heard(self, sequence: int) -> Heard:
-        """What has come of one answer; added if it has not begun yet."""
+        """What has come of one answer, to add to it what has come now."""
+        self.heard_s = time.monotonic()
         return self.answers.setdefault(sequence, Heard())
 
 

@@ -56,11 +56,11 @@ TOKENS_OF_A_WORD = 5
 async def again(client: AsyncClient, asked: Asked, model: str) -> list[Heard]:
     """Send the same request to `model` again, and return its answers; over gRPC, so that the gateway does not judge
     itself. While the queue is full, waits as long as it is told to. Raises what the client raises."""
-    gives_up_at = time.monotonic() + DEADLINE_S
+    gives_up_at = time.monotonic() + asked.deadline_s
     while True:
         try:
             answers = await client.generate_n(
-                asked.prompt, asked.n, model=model, **asked.sampling, timeout_s=DEADLINE_S
+                asked.prompt, asked.n, model=model, **asked.sampling, timeout_s=asked.deadline_s
             )
         except Overloaded as error:
             if error.retry_after_s is None or time.monotonic() > gives_up_at:
@@ -73,8 +73,12 @@ async def again(client: AsyncClient, asked: Asked, model: str) -> list[Heard]:
 class Load:
     """Clients of one or several routers and gateways."""
 
-    def __init__(self, router: str, gateway: str, seed: int, info: GetModelInfoResponse) -> None:
-        """`router`: the router's address, or gRPC's target for several. `info`: about the served model."""
+    def __init__(
+        self, router: str, gateway: str, seed: int, info: GetModelInfoResponse, deadline_s: float = DEADLINE_S
+    ) -> None:
+        """`router`: the router's address, or gRPC's target for several. `info`: about the served model. `deadline_s`:
+        of each request."""
+        self._deadline_s = deadline_s
         self._token_ids = range(min(100, info.vocab_size // 2), min(40_000, info.vocab_size))
         self._models = ["", *info.lora_names]
         self._ways_over_http = [Way.COMPLETIONS, *([Way.CHATS] if info.has_chat_template else [])]
@@ -143,7 +147,7 @@ class Load:
         if way is not Way.CHATS and dice.random() < 0.3:  # chats leave out logprobs of tokens without text
             sampling |= {"logprobs": dice.randrange(3)}
         n, model = 3 if dice.random() < SEVERAL_SHARE else 1, dice.choice(self._models)
-        asked = Asked(len(self.history), prompt, sampling, n, way, model)
+        asked = Asked(len(self.history), prompt, sampling, n, way, model, self._deadline_s)
         self.history.append(asked)
         return asked
 
@@ -187,7 +191,7 @@ class Load:
             model=asked.model,
             n=asked.n,
             **asked.sampling,
-            timeout_s=DEADLINE_S,
+            timeout_s=asked.deadline_s,
         )
         async with aclosing(stream) as messages:
             async for message in messages:

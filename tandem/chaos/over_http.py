@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
-from tandem.chaos.asked import DEADLINE_S, Asked, EndedAs, Ending, Way
+from tandem.chaos.asked import Asked, EndedAs, Ending, Way
 from tandem.chaos.http_stream import HttpAway, HttpCut, HttpNonsense, HttpRefused, post
 
 PATHS = {Way.COMPLETIONS: "/v1/completions", Way.CHATS: "/v1/chat/completions"}
@@ -20,13 +20,13 @@ DONE = "[DONE]"
 
 async def read_over_http(address: str, asked: Asked) -> None:
     """Send the request, and read all its answers. Raises `EndedAs` if they do not come completely."""
-    headers = {"x-request-id": asked.request_id, "x-request-timeout-ms": str(round(1000 * DEADLINE_S))}
+    headers = {"x-request-id": asked.request_id, "x-request-timeout-ms": str(round(1000 * asked.deadline_s))}
     try:
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(asked.deadline_s):
             async with aclosing(post(address, PATHS[asked.way], body_of(asked), headers)) as events:
                 await _take(asked, events)
     except TimeoutError as error:
-        raise EndedAs(Ending.HUNG, f"not complete after {DEADLINE_S:g} s") from error
+        raise EndedAs(Ending.HUNG, f"not complete after {asked.deadline_s:g} s") from error
     except HttpAway as error:
         raise EndedAs(Ending.NO_GATEWAY, str(error)) from error
     except HttpCut as error:

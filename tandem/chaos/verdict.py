@@ -178,7 +178,9 @@ def _fault_of(asked: Asked, wanted: list[Heard], absences: Absences) -> tuple[st
     match asked.ending:
         case None:
             return "lost", "it never ended"
-        case Ending.HUNG | Ending.BROKEN:
+        case Ending.HUNG:
+            return "lost", f"{asked.error}; {_last_of(asked)}"
+        case Ending.BROKEN:
             return "lost", asked.error
         case Ending.GIVEN_UP if not was_told:
             return "lost", asked.error
@@ -198,6 +200,14 @@ def _fault_of(asked: Asked, wanted: list[Heard], absences: Absences) -> tuple[st
             what, why = fault
             return what, f"answer {sequence}: {why}"
     return None
+
+
+def _last_of(asked: Asked) -> str:
+    """When its last tokens came: shortly before the deadline, if only the machine is slow."""
+    if not asked.heard_s:
+        return "nothing has come of it"
+    before_s = asked.ended_s - asked.heard_s
+    return f"the last tokens came {before_s:.1f} s before (if this machine is too slow for the load: --deadline-s)"
 
 
 def _difference(heard: Heard, whole: Heard, *, is_whole: bool) -> tuple[str, str] | None:

@@ -37,6 +37,9 @@ from worker_service.args import WorkerArgs
 @click.option("--seconds", type=float, default=60.0, show_default=True, help="How long to cause faults, in seconds.")
 @click.option("--seed", type=int, default=1, show_default=True,
               help="Seed of the faults and requests: the same seed gives the same plan.")  # fmt: skip
+@click.option("--deadline-s", type=float, default=SoakArgs.deadline_s, show_default=True,
+              help="Seconds that a request may take: one that takes longer has hung. Give more on a machine that is "
+                   "too slow for the load.")  # fmt: skip
 @click.option("--prefill", "num_prefill", type=int, default=2, show_default=True, help="Number of prefill workers.")
 @click.option("--decode", "num_decode", type=int, default=2, show_default=True, help="Number of decode workers.")
 @click.option("--routers", "num_routers", type=int, default=1, show_default=True, help="Number of routers.")

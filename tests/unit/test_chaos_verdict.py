@@ -290,3 +290,12 @@ def test_adapters_are_exchanged_where_there_are_any(seed: int) -> None:
 
 def test_where_kv_cannot_be_reached_it_is_not_damaged() -> None:
     assert all(fault.kind is not FaultKind.DAMAGE for fault in plan_faults(1, 300, WORKERS, 2.0, can_damage=False))
+
+
+@pytest.mark.parametrize(
+    ("heard_s", "said"),
+    [(0.0, "nothing has come of it"), (108.5, "the last tokens came 1.5 s before (if this machine is too slow")],
+)
+def test_a_request_that_hangs_is_told_from_one_that_is_slow(heard_s: float, said: str) -> None:
+    (finding,) = judge_one(asked_of([1], ending=Ending.HUNG, heard_s=heard_s), WANTED).findings
+    assert f"1 tokens: why; {said}" in finding
