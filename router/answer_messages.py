@@ -84,7 +84,7 @@ class AnswerMessages:
         told = self._told(self._detokenizer.finish())
         thoughts: Sequence[Span] = ()
         if self._reader is not None:
-            told.add(self._reader.finish())
+            told.add(self._reader.finish(is_whole=finish_reason == pb.FINISH_REASON_STOP))
             thoughts = self._reader.thoughts
         usage = pb.Usage(
             prompt_tokens=len(self._prompt_token_ids),

@@ -157,15 +157,16 @@ class HarmonyParser:
             told.add(self._said.take())
         return told
 
-    def finish(self) -> Told:
-        """The answer is over: drops an unfinished header, or a part of a word, at its end."""
+    def finish(self, *, is_whole: bool = False) -> Told:
+        """The answer is over: drops an unfinished header, or a part of a word, at its end. `is_whole`: as in
+        `ToolCallParser.finish`."""
         held = num_held(self._text, WORDS)
         rest = self._text[: len(self._text) - held] if held >= MIN_PART_CHARS else self._text
         self._text = ""
         is_header = self._state is _State.HEAD and (not self._is_first or _may_be_first(rest, is_whole=True))
         if self._state is not _State.GAP and not is_header:
             self._tell(rest)
-        return self._said.take_last()
+        return self._said.take_last(is_whole=is_whole)
 
     def _step(self) -> bool:
         """Read on. Returns whether another step may find more."""

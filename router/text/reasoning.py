@@ -226,8 +226,9 @@ class ReasoningParser:
             pass
         return self._said.take()
 
-    def finish(self) -> Told:
-        """The answer is over: emit what looked like the beginning of a word."""
+    def finish(self, *, is_whole: bool = False) -> Told:
+        """The answer is over: emit what looked like the beginning of a word. `is_whole`: as in
+        `ToolCallParser.finish`."""
         rest = "".join((*self._space, self._text))
         if self._state is _State.START:
             self._said.answer.append(rest)
@@ -236,7 +237,7 @@ class ReasoningParser:
         elif self._state in (_State.GAP, _State.ANSWER):
             self._said.answer.append(rest)
         self._space, self._text = [], ""
-        return self._said.take_last()
+        return self._said.take_last(is_whole=is_whole)
 
     def _step(self) -> bool:
         """Read on. Returns whether another step may find more."""

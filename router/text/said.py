@@ -34,9 +34,10 @@ class Said:
         told.reasoning = reasoning
         return told
 
-    def take_last(self) -> Told:
-        """The same, and what the tool call parser held back for the case that more text comes."""
+    def take_last(self, *, is_whole: bool) -> Told:
+        """The same, and what the tool call parser held back for the case that more text comes. `is_whole`: as in
+        `ToolCallParser.finish`."""
         told = self.take()
         if self._calls is not None:
-            told.add(self._calls.finish())
+            told.add(self._calls.finish(is_whole=is_whole))
         return told

@@ -130,14 +130,19 @@ class ToolCallParser:
         told, self._told = self._told, Told()
         return told
 
-    def finish(self) -> Told:
-        """The answer is over: the rest is content, unless it belongs to a call, or is only what stands between
-        calls."""
+    def finish(self, *, is_whole: bool = False) -> Told:
+        """The answer is over: the rest is content, unless it belongs to a call, or is only what stands between calls.
+        `is_whole`: the model ended it, so that of a call only words around it can be missing."""
+        if is_whole and self._state is _State.BODY:
+            assert self._call is not None
+            self._tell_arguments(self._call.rest(self._text))
         rest = self._begin + self._text if self._state in (_State.TEXT, _State.HEAD) else ""
         is_nothing = self._is_held or (self._num_calls and rest.strip() in ("", self._format.between.strip()))
         content = "" if is_nothing else "".join(self._space) + rest
         self._state, self._space, self._begin, self._text = _State.TEXT, [], "", ""
-        return Told(content)
+        told, self._told = self._told, Told()
+        told.content += content
+        return told
 
     def _step(self) -> bool:
         """Read on. Returns whether another step may find more."""

@@ -92,6 +92,18 @@ class CallReader(Protocol):
     def body(self, text: str) -> Body:
         """Read as much of the arguments as possible. `text`: what was not read so far, and more."""
 
+    def rest(self, text: str) -> str:
+        """The model has ended its answer within the arguments, with `text` not read: what completes them, if only words
+        around them are missing; else empty."""
+
+
+class Bracketed:
+    """Of readers of arguments that their own brackets end: what is missing of these was left out by the model."""
+
+    def rest(self, text: str) -> str:
+        """See `CallReader`."""
+        return ""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolFormat(ABC):

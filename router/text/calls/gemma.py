@@ -20,6 +20,7 @@ from typing import Any
 from router.text.calls.call_format import (
     NO_PARAMETERS,
     Body,
+    Bracketed,
     CallReader,
     GrammarLines,
     Head,
@@ -63,7 +64,7 @@ class GemmaFormat(ToolFormat):
         return f"call{'' if is_one else '+'}"
 
 
-class GemmaReader:
+class GemmaReader(Bracketed):
     """Reads one call."""
 
     joint = ""

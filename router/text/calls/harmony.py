@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from router.text.calls.call_format import Body, CallReader, GrammarLines, Head, Tool, ToolFormat, add_json_calls
 from router.text.calls.heads import MAX_HEAD_CHARS
+from router.text.calls.objects import ControlEscapes
 from router.text.calls.text_values import Schema
 from router.text.words import first_of, num_held
 
@@ -90,6 +91,8 @@ class HarmonyCallReader:
     def __init__(self, begin: str) -> None:
         self._begin = begin
         """The beginning of the header."""
+        self._escapes = ControlEscapes()
+        self._has_told = False
 
     def head(self, text: str) -> Head | None:
         found = first_of(text[:MAX_HEAD_CHARS], HEADER_ENDS)
@@ -105,9 +108,18 @@ class HarmonyCallReader:
         found = first_of(text, _BODY_ENDS)
         if found is None:
             num_chars = len(text) - num_held(text, _BODY_ENDS)
-            return Body(num_chars, text[:num_chars])
+            return Body(num_chars, self._arguments(text[:num_chars]))
         position, word = found
-        return Body(position + (len(word) if word in ENDS else 0), text[:position], is_over=True)
+        arguments = self._arguments(text[:position]) + self.rest("")
+        return Body(position + (len(word) if word in ENDS else 0), arguments, is_over=True)
+
+    def rest(self, text: str) -> str:
+        """See `CallReader`. An empty message calls without arguments."""
+        return "" if self._has_told else "{}"
+
+    def _arguments(self, text: str) -> str:
+        self._has_told = self._has_told or bool(text.strip())
+        return self._escapes.escaped(text)
 
 
 OPENAI = HarmonyFormat(

@@ -16,7 +16,17 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from router.text.calls.call_format import Body, CallReader, GrammarLines, Head, Tool, ToolFormat, add_json_calls
+from router.text.calls.call_format import (
+    Body,
+    Bracketed,
+    CallReader,
+    GrammarLines,
+    Head,
+    Tool,
+    ToolFormat,
+    add_json_calls,
+)
+from router.text.calls.heads import MAX_HEAD_CHARS
 from router.text.calls.object_calls import ObjectReader
 from router.text.calls.text_values import Schema
 
@@ -46,7 +56,7 @@ class ListedFormat(ToolFormat):
         return f"{begin} call{more} {end}"
 
 
-class ListedReader:
+class ListedReader(Bracketed):
     """Reads one object of a list."""
 
     joint = ","
@@ -62,7 +72,10 @@ class ListedReader:
             return self._reader.head(text)
         if text[0] != "[":
             return Head(0)
-        num_before = len(text) - len(text[1:].lstrip())
+        begin = text[: MAX_HEAD_CHARS + 1]
+        num_before = len(begin) - len(begin[1:].lstrip())
+        if num_before > MAX_HEAD_CHARS:  # of white space, which would be read again with each piece
+            return Head(0)
         head = self._reader.head(text[num_before:]) if num_before < len(text) else None
         return None if head is None else head._replace(num_chars=head.num_chars + num_before)
 

@@ -14,8 +14,18 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from router.text.calls.call_format import Body, CallReader, GrammarLines, Head, Tool, ToolFormat, arguments_of, json_of
-from router.text.calls.heads import NAME, Cursor, head_of
+from router.text.calls.call_format import (
+    Body,
+    Bracketed,
+    CallReader,
+    GrammarLines,
+    Head,
+    Tool,
+    ToolFormat,
+    arguments_of,
+    json_of,
+)
+from router.text.calls.heads import MAX_HEAD_CHARS, NAME, Cursor, head_of
 from router.text.calls.object_calls import ObjectReader
 from router.text.calls.objects import ArgumentsReader
 from router.text.calls.text_values import Schema
@@ -46,7 +56,7 @@ class MistralFormat(ToolFormat):
         return f'{lines.literal(BEGIN)} " "? "[" {items} "]" | {calls}'
 
 
-class MistralReader:
+class MistralReader(Bracketed):
     """Finds out which variant a call has, and reads it."""
 
     def __init__(self, begin: str) -> None:
@@ -66,8 +76,10 @@ class MistralReader:
 
     def head(self, text: str) -> Head | None:
         if self._reader is None:
-            listed = None if self._is_listed else _LIST.match(text)
+            listed = None if self._is_listed else _LIST.match(text, 0, MAX_HEAD_CHARS + 1)
             self._num_before = 0 if listed is None else listed.end()
+            if self._num_before > MAX_HEAD_CHARS:  # of white space, which would be read again with each piece
+                return Head(0)
             if self._num_before == len(text):
                 return None
             is_object = text[self._num_before] == "{"

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from router.text.calls.call_format import (
     Body,
+    Bracketed,
     CallReader,
     GrammarLines,
     Head,
@@ -21,7 +22,7 @@ from router.text.calls.call_format import (
     add_json_calls,
 )
 from router.text.calls.heads import MAX_HEAD_CHARS
-from router.text.calls.objects import BROKEN_BY, ObjectScan, call_of, unquoted
+from router.text.calls.objects import BROKEN_BY, ControlEscapes, ObjectScan, call_of, unquoted
 from router.text.calls.text_values import Schema
 
 PYTHON_TAG = "<|python_tag|>"
@@ -53,7 +54,7 @@ class ObjectFormat(ToolFormat):
         return "call" if is_one else f"call ({lines.literal(self.between)} call)*"
 
 
-class ObjectReader:
+class ObjectReader(Bracketed):
     """Reads one call. A head longer than MAX_HEAD_CHARS is recognised only when the call is complete.
 
     HEAD up to the arguments ── ARGUMENTS ── the rest of the object, which is ignored."""
@@ -64,6 +65,7 @@ class ObjectReader:
         self._broken_by = broken_by
         self.ends = ends
         self._scan = ObjectScan(broken_by)
+        self._escapes = ControlEscapes()
         self._is_behind = False
         """The arguments have been read: the rest of the object follows."""
 
@@ -83,7 +85,7 @@ class ObjectReader:
     def body(self, text: str) -> Body:
         end = self._scan.end_of_object(text)
         num_chars = min(self._scan.num_seen, len(text)) if end is None else end
-        arguments = "" if self._is_behind else text[:num_chars]
+        arguments = "" if self._is_behind else self._escapes.escaped(text[:num_chars])
         if end is None:
             self._scan.rebase(num_chars)
             return Body(num_chars, arguments)

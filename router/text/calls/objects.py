@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 
-from router.text.calls.call_format import Body
+from router.text.calls.call_format import Body, Bracketed
 
 ARGUMENT_KEYS = ("arguments", "parameters")
 _BRACKETS = re.compile(r'["\\{}\[\]<]')
 BROKEN_BY = "<"
 _IN_STRING = re.compile(r'["\\]')
+_TO_ESCAPE = re.compile(r'["\\\x00-\x1f]')
+_QUOTE = re.compile('"')
 
 
 class ObjectScan:
@@ -62,7 +64,47 @@ class ObjectScan:
         self._position -= num_chars
 
 
-class ArgumentsReader:
+class ControlEscapes:
+    """Escapes line breaks, tabs and other control characters within the strings of a JSON text that comes in pieces:
+    models write them as they are, above all in contents of files, though JSON forbids it."""
+
+    __slots__ = ("_is_escaped", "_is_in_string")
+
+    def __init__(self) -> None:
+        self._is_in_string = False
+        self._is_escaped = False
+        """The last piece ended with a backslash."""
+
+    def escaped(self, piece: str) -> str:
+        parts: list[str] = []
+        told = position = 0
+        while position < len(piece):
+            if self._is_escaped:
+                self._is_escaped = False
+                if piece[position] < " ":  # behind its backslash, only the letter of an escape is missing
+                    parts += piece[told:position], _escape_of(piece[position])[1:]
+                    told = position + 1
+                position += 1
+                continue
+            match = (_TO_ESCAPE if self._is_in_string else _QUOTE).search(piece, position)
+            if match is None:
+                break
+            position = match.end()
+            if match[0] == '"':
+                self._is_in_string = not self._is_in_string
+            elif match[0] == "\\":
+                self._is_escaped = True
+            else:
+                parts += piece[told : match.start()], _escape_of(match[0])
+                told = position
+        return "".join((*parts, piece[told:])) if parts else piece
+
+
+def _escape_of(char: str) -> str:
+    return json.dumps(char)[1:-1]
+
+
+class ArgumentsReader(Bracketed):
     """Reads a call that consists, behind its head, only of its arguments, a JSON object."""
 
     joint = ""
@@ -70,14 +112,15 @@ class ArgumentsReader:
 
     def __init__(self, broken_by: str = BROKEN_BY) -> None:
         self._scan = ObjectScan(broken_by)
+        self._escapes = ControlEscapes()
 
     def body(self, text: str) -> Body:
         end = self._scan.end_of_object(text)
         if end is not None:
-            return Body(end, text[:end], is_over=True)
+            return Body(end, self._escapes.escaped(text[:end]), is_over=True)
         num_chars = min(self._scan.num_seen, len(text))
         self._scan.rebase(num_chars)
-        return Body(num_chars, text[:num_chars])
+        return Body(num_chars, self._escapes.escaped(text[:num_chars]))
 
 
 def call_of(text: str) -> tuple[str, str] | None:

@@ -23,6 +23,7 @@ from typing import Any
 
 from router.text.calls.call_format import (
     Body,
+    Bracketed,
     CallReader,
     GrammarLines,
     Head,
@@ -127,7 +128,7 @@ def _value(lines: GrammarLines, rule: str, number: int, schema: Schema, of: Any)
     return f"({' | '.join([rule, *map(lines.literal, names)])})"
 
 
-class PythonicReader:
+class PythonicReader(Bracketed):
     """Reads one call of a list."""
 
     def __init__(self, tags: PythonicFormat, begin: str, schemas: Mapping[str, Schema]) -> None:

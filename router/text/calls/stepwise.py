@@ -7,14 +7,14 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from router.text.calls.call_format import Body
+from router.text.calls.call_format import Body, Bracketed
 from router.text.calls.text_values import TYPES, Schema
 from router.text.words import first_of, num_held
 
 _SPACE = re.compile(r"\s*")
 
 
-class StepwiseReader(ABC):
+class StepwiseReader(Bracketed, ABC):
     """Reads the arguments of one call. What it tells does not depend on how the text is cut into pieces."""
 
     def __init__(self) -> None:

@@ -329,6 +329,17 @@ class TaggedReader(StepwiseReader):
         self._state = _State.BETWEEN
         return True
 
+    def rest(self, text: str) -> str:
+        """See `CallReader`. Models leave out the tags that end a value, or the call."""
+        left, tags = text.strip(), self._tags
+        if self._state is _State.VALUE and tags.function and left == tags.function_end:
+            self._tell_end()
+        elif self._state is not _State.BETWEEN or (left and (tags.key.startswith(left) or left.startswith(tags.key))):
+            return ""  # the answer ended within an argument
+        told, self._told = "".join(self._told), []
+        self._state = _State.OVER
+        return told + ("}" if self._num_arguments else "{}")
+
     # -- output -------------------------------------------------------------------------------------------------
 
     def _tell_key(self) -> None:
