@@ -59,6 +59,9 @@ class PagedStep:
     kv_pool: torch.Tensor | None = None
     on_layer: OnLayer | None = None
     num_attended: int = 0
+    written: int | None = None
+    """The layer that was written last and not told of yet: with several ranks, it may be told of once an exchange among
+    these follows its writes, as those of its heads, projection and feed-forward do."""
     to_rotate: tuple[torch.Tensor, ...] = ()
     """Queries and keys of the next attention, and the tables by which transformers' code would have rotated them."""
     cos_sin: dict[tuple[Rotation, int, int], tuple[CosSin, torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -66,8 +69,16 @@ class PagedStep:
 
     def begin(self, plan: Any, kv_pool: torch.Tensor, on_layer: OnLayer | None) -> None:
         self.plan, self.kv_pool, self.on_layer, self.num_attended = plan, kv_pool, on_layer, 0
+        self.written = None
+
+    def tell_written(self) -> None:
+        """The next layer begins, or the last one has ended."""
+        if self.on_layer is not None and self.written is not None:
+            self.on_layer(self.written)
+        self.written = None
 
     def end(self) -> None:
+        self.tell_written()
         self.plan = self.kv_pool = self.on_layer = None
         self.cos_sin.clear()
 
@@ -112,6 +123,7 @@ class PagedAttention:
         step = self.step
         assert step.kv_pool is not None
         assert step.num_attended == self.number, "transformers' code took another way than it was seen to take"
+        step.tell_written()
         kv = step.kv_pool[self.layer]
         _, num_heads, num_tokens, head_dim = q_1NTH.shape
         if self.rotation is not None:
@@ -133,8 +145,7 @@ class PagedAttention:
         sinks_N = None if sinks_N is None else sinks_N.float()
         o_TX = self.backend.attend(q_TNH, kv, step.plan, self.scores, sinks_N)
         step.num_attended += 1
-        if step.on_layer is not None and self.has_own_keys:
-            step.on_layer(self.layer)
+        step.written = self.layer if self.has_own_keys else None
         if self.share is not None and num_heads > self.heads.num_heads:
             o_TX = self.share.all_heads(o_TX, num_heads * head_dim)
         return o_TX.view(1, num_tokens, num_heads, head_dim)

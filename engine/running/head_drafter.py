@@ -102,6 +102,10 @@ class HeadDrafter:
         before_TD = all_TD[to_device(step.feature_rows, now_TD.device)]
         self._head.read(batch.token_ids, batch.positions, before_TD, self._backend.prepare(step.layout), kv)
         self._features_TD = now_TD
+        if self._group is not None:
+            # The layer may be told of once an exchange follows its writes (`Executor._of_all_ranks`), and this one has
+            # none of its own.
+            self._group.sum(now_TD.new_zeros(1))
 
     def draft(self, parts: list[DraftPart]) -> list[list[int]]:
         """Do the parts. Returns the guesses of each: `num_drafts` token ids, or fewer if a grammar ends the answer;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -47,14 +48,17 @@ class Story:
             assert self._changed.wait_for(lambda: event in self.events, PATIENCE_S), self.events
 
 
-def test_no_layer_is_told_of_before_all_ranks_have_written_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("model_impl", ["tandem", "transformers"])
+def test_no_layer_is_told_of_before_all_ranks_have_written_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_impl: str
+) -> None:
     """Rank 1 is as late as possible: it writes a layer only when rank 0 can do nothing more but wait for it."""
     monkeypatch.setattr(group_module, "PATIENCE", timedelta(seconds=PATIENCE_S))
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": NUM_LAYERS}))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": NUM_LAYERS, "model_type": "llama"}))
     config = create_engine_config(
         EngineArgs(
             model=str(tmp_path), load_format="dummy", dtype="float32", device="cpu", attention_backend="torch",
-            num_kv_blocks=64, block_size=4, tensor_parallel_size=2,
+            num_kv_blocks=64, block_size=4, tensor_parallel_size=2, model_impl=model_impl,
         )
     )  # fmt: skip
     config = replace(config, scheduler=replace(config.scheduler, async_scheduling=False))
@@ -63,22 +67,27 @@ def test_no_layer_is_told_of_before_all_ranks_have_written_it(tmp_path: Path, mo
     def compute(rank: int) -> torch.Tensor:
         group = RankGroup(rank, 2, "cpu", tmp_path / "meeting")
         backend: Any = create_attention_backend(config)
-        summed, projected = group.sum, backend.project
-        num_sums, num_written = iter(range(2 * NUM_LAYERS)), iter(range(NUM_LAYERS))
+        projected = backend.project
+        num_written = 0
 
-        def sum_over_ranks(x: torch.Tensor) -> torch.Tensor:
-            story.add(f"rank {rank} begins sum {next(num_sums)}")
-            return summed(x)
+        def exchanging(exchange: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+            def exchanged(*args: Any) -> torch.Tensor:
+                story.add(f"rank {rank} begins an exchange behind layer {num_written - 1}")
+                return exchange(*args)
+
+            return exchanged
 
         def project(*args: Any) -> torch.Tensor:
-            layer = next(num_written)
+            nonlocal num_written
             if rank == 1:
-                story.until(f"rank 0 begins sum {2 * layer}")
+                story.until(f"rank 0 begins an exchange behind layer {num_written}")
             q: torch.Tensor = projected(*args)
-            story.add(f"rank {rank} has written layer {layer}")
+            story.add(f"rank {rank} has written layer {num_written}")
+            num_written += 1
             return q
 
-        group.sum, backend.project = sum_over_ranks, project  # type: ignore[method-assign]
+        group.sum, group.gather_outputs = exchanging(group.sum), exchanging(group.gather_outputs)  # type: ignore[method-assign]
+        backend.project = project
         with torch.inference_mode():
             model = load_model(config, backend, group)
         shape = kv_cache_shape(config.model, num_blocks=8, block_size=4, kv_dtype=config.cache.kv_dtype)
